@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Runs every check of this repository: lint, types, unit tests, integration tests. `./run_tests.sh --help` says more.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=setup_env.sh
+source "$root/setup_env.sh"
+
+usage() {
+    cat <<TEXT
+Usage: ./run_tests.sh [--lint] [--unit] [--integration]
+
+Runs the named stages, by default all: lint (ruff check, ruff format, mypy), unit (pytest tests/unit_tests) and
+integration (tests/integration_tests, launches of run_train.sh). A failing stage does not stop the later ones. The last
+line counts the tests; the exit status is 0 if every stage passed. The first use makes .venv beside this script, unless
+the active environment has blockgrow_titan and the test tools; BLOCKGROW_USE_VENV=1 uses .venv in any case.
+
+One unit test:         python -m pytest tests/unit_tests/FILE.py -k NAME
+One integration test:  python -m tests.integration_tests.run_tests --test_name NAME
+TEXT
+}
+
+stages=""
+for argument in "$@"; do
+    case $argument in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --lint | --unit | --integration) stages+=" ${argument#--}" ;;
+        *) die "unknown argument '$argument'; see ./run_tests.sh --help" ;;
+    esac
+done
+stages=${stages:- lint unit integration}
+
+setup_env "$root" test
+cd "$root"
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+# pytest and the harness end a Ctrl-C themselves with an exit status, after which bash would go on to the next stage.
+trap 'exit 130' INT
+failed_stages=()
+
+# stage COMMAND...: runs it under a header line and notes its failure.
+stage() {
+    printf '\n==== %s\n' "$*"
+    "$@" || failed_stages+=("$*")
+}
+
+for name in $stages; do
+    case $name in
+        lint)
+            stage "$PYTHON" -m ruff check .
+            stage "$PYTHON" -m ruff format --check .
+            stage "$PYTHON" -m mypy
+            ;;
+        unit) stage "$PYTHON" -m pytest tests/unit_tests "--junitxml=$reports/unit.xml" ;;
+        integration)
+            stage "$PYTHON" -m tests.integration_tests.run_tests --junitxml "$reports/integration.xml"
+            ;;
+    esac
+done
+
+printf '\n==== summary\n'
+for failed in ${failed_stages[@]+"${failed_stages[@]}"}; do echo "failed: $failed"; done
+echo "total: $SECONDS s"
+# The counts of the JUnit reports; a test stage that left no report counts as one failed test.
+"$PYTHON" - "$reports" "$stages" <<'PY'
+import pathlib, sys
+import xml.etree.ElementTree as ET
+
+count = {"passed": 0, "failed": 0, "skipped": 0}
+for stage in {"unit", "integration"} & set(sys.argv[2].split()):
+    report = pathlib.Path(sys.argv[1]) / f"{stage}.xml"
+    if not report.is_file():
+        count["failed"] += 1
+        continue
+    for suite in ET.parse(report).iter("testsuite"):
+        tests, failures, errors, skipped = (int(suite.get(k)) for k in ("tests", "failures", "errors", "skipped"))
+        count["passed"] += tests - failures - errors - skipped
+        count["failed"] += failures + errors
+        count["skipped"] += skipped
+print(", ".join(f"{n} {what}" for what, n in count.items() if n or what != "skipped"))
+PY
+[ ${#failed_stages[@]} -eq 0 ]
