@@ -1,0 +1,85 @@
+"""Norm placements: one small decoder layer class for each, behind ``PLACEMENTS``.
+
+A placement decides where the two RMSNorms of a layer stand and where the one model-boundary RMSNorm does, so that all
+placements have the same parameters under the same names. A new one is a subclass with the ``@placement("name")``
+decorator; nothing else in the package asks which placement it has.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.models.qwen3.model.model import Attention, FeedForward
+
+PLACEMENTS: dict[str, type["DecoderLayer"]] = {}
+
+
+def placement(name: str) -> Callable[[type["DecoderLayer"]], type["DecoderLayer"]]:
+    """Register a decoder layer class under the name that ``block_stack.placement`` gives."""
+
+    def register(layer_cls: type["DecoderLayer"]) -> type["DecoderLayer"]:
+        PLACEMENTS[name] = layer_cls
+        return layer_cls
+
+    return register
+
+
+class DecoderLayer(nn.Module):
+    """A Qwen3 decoder layer whose norms a subclass places.
+
+    Attention and feed-forward are torchtitan's; so are the parameter names, which keeps its state-dict adapter,
+    activation checkpointing and compile usable.
+    """
+
+    def __init__(self, args: Qwen3ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(dim=args.dim, hidden_dim=args.hidden_dim)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """One layer: h [B, S, D] -> [B, S, D]; positions [B, S] or None for 0 .. S-1."""
+        raise NotImplementedError
+
+    @staticmethod
+    def enter(h: torch.Tensor, boundary_norm: nn.Module) -> torch.Tensor:
+        """What happens to the embeddings [B, S, D] before the first layer."""
+        return h
+
+    @staticmethod
+    def leave(h: torch.Tensor, boundary_norm: nn.Module) -> torch.Tensor:
+        """What happens to the last layer's output [B, S, D] before the head."""
+        return h
+
+
+@placement("pre")
+class PreNorm(DecoderLayer):
+    """Norms on the branches, the residual stream itself is never normed: h' = h + Attn(N1(h)); out = h' + MLP(N2(h')).
+    The boundary norm is a final norm: logits = W_lm N_final(h_K). This is Qwen3 itself (paper, section on placements).
+    """
+
+    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        h = h + self.attention(self.attention_norm(h), rope_cache, None, positions)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+    @staticmethod
+    def leave(h: torch.Tensor, boundary_norm: nn.Module) -> torch.Tensor:
+        return boundary_norm(h)
+
+
+@placement("post")
+class PostNorm(DecoderLayer):
+    """Norms on the residual stream after each addition: h' = N1(h + Attn(h)); out = N2(h' + MLP(h')).
+    The boundary norm is an entry norm, h_0 = N_entry(E(x)), and nothing stands before the head: the last layer's N2 has
+    normed what the head sees.
+    """
+
+    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.attention_norm(h + self.attention(h, rope_cache, None, positions))
+        return self.ffn_norm(h + self.feed_forward(h))
+
+    @staticmethod
+    def enter(h: torch.Tensor, boundary_norm: nn.Module) -> torch.Tensor:
+        return boundary_norm(h)
