@@ -1,0 +1,1 @@
+"""The distillation objective and the language-modelling head that computes it."""

@@ -1,0 +1,170 @@
+"""What document i is.
+
+    record i of the dataset  ->  its text  ->  token ids, tokenised alone  ->  + end of document  ->  first seq_len ids
+
+``readers.py`` finds record i; ``DocumentSource`` makes ids of it. Both are pure functions of i, so ``batches.py`` may
+ask any loader worker for any document in any order. Documents are never packed together and never shuffled.
+
+Footgun: a tokenizer's file may carry a truncation or padding setting, which would change documents silently. Both are
+switched off here, as in ``transformers``.
+"""
+
+import torch
+from torch.utils.data import Dataset
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools.logging import logger
+
+from blockgrow_titan.documents.readers import RECORD_READERS, BadDocumentError, ReaderConfig, RecordReader
+
+ON_BAD_DOCUMENT = ("stop", "skip")
+
+# Under on_bad_document = "skip", so many documents may be bad at the start before the dataset itself is refused: a
+# wrong text_column would otherwise train on nothing but empty documents.
+PROBED_DOCUMENTS = 16
+
+
+class DocumentSource(Dataset[list[int]]):
+    """Document i as token ids: ``source[i]`` is a list of 1 to ``seq_len`` ints, the last of which is only a label.
+
+    Args:
+        reader: Where the records come from.
+        tokenizer: torchtitan's tokenizer. Its truncation and padding are switched off.
+        end_of_document_id: Ends every document that is shorter than ``seq_len``.
+        seq_len: Token ids of a document at most.
+        num_documents: Documents of the shard: the first of the reader.
+        skip_bad: Whether a bad document counts as an empty one (the end-of-document token alone: no predictions)
+            instead of raising ``BadDocumentError``.
+    """
+
+    def __init__(
+        self,
+        reader: RecordReader,
+        tokenizer: HuggingFaceTokenizer,
+        *,
+        end_of_document_id: int,
+        seq_len: int,
+        num_documents: int,
+        skip_bad: bool,
+    ) -> None:
+        tokenizer.tokenizer.no_truncation()
+        tokenizer.tokenizer.no_padding()
+        self.reader = reader
+        self.tokenizer = tokenizer
+        self.end_of_document_id = end_of_document_id
+        self.seq_len = seq_len
+        self._num_documents = num_documents
+        # One byte a document, shared with the loader workers: a document is logged and counted once, whoever meets it.
+        self._bad = torch.zeros(num_documents, dtype=torch.uint8).share_memory_() if skip_bad else None
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    @property
+    def bad_documents(self) -> int:
+        """Distinct bad documents met so far by this process and its loader workers."""
+        return 0 if self._bad is None else int(self._bad.sum())
+
+    def __getitem__(self, i: int) -> list[int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        try:
+            ids = self.reader.ids(i, self.tokenizer)
+        except BadDocumentError as error:
+            if self._bad is None:
+                raise BadDocumentError(
+                    f'{error}. Mend the record, or set documents.on_bad_document = "skip" to count it as empty'
+                ) from error
+            if not self._bad[i]:
+                self._bad[i] = 1
+                logger.warning(f"{error}. Counted as an empty document")
+            ids = []
+        return [*ids, self.end_of_document_id][: self.seq_len]
+
+    def check_first_documents(self) -> None:
+        """Read the first documents, so that a wrong path, kind or text column ends the job before it takes memory.
+
+        Raises:
+            BadDocumentError: If the first document is bad; where bad ones are skipped, if the first few all are.
+        """
+        if self._bad is None:
+            self[0]
+            return
+        errors = []
+        for i in range(min(PROBED_DOCUMENTS, len(self))):
+            try:
+                self.reader.ids(i, self.tokenizer)
+                return
+            except BadDocumentError as error:
+                errors.append(error)
+        raise BadDocumentError(f"all of the first {len(errors)} documents are bad. {errors[0]}")
+
+
+def build_source(
+    kind: str,
+    path: str | None,
+    tokenizer: HuggingFaceTokenizer,
+    *,
+    text_column: str,
+    end_of_document: str,
+    seq_len: int,
+    shard_documents: int = -1,
+    on_bad_document: str = "stop",
+    split: str = "train",
+    field: str = "training.dataset_path",
+) -> DocumentSource:
+    """Build the documents of a training or validation set and read the first one.
+
+    Args:
+        kind: Name in ``RECORD_READERS``: ``training.dataset`` or ``validation.dataset``.
+        path: ``training.dataset_path`` or ``validation.dataset_path``.
+        tokenizer: torchtitan's tokenizer.
+        text_column, end_of_document, shard_documents, on_bad_document: As in the config's ``[documents]``.
+        seq_len: Token ids of a document at most.
+        split: Split to take, for the kind "datasets".
+        field: Config field that holds ``path``, for errors.
+
+    Raises:
+        ValueError: If a setting is wrong, nothing is at ``path``, it holds no documents or fewer than
+            ``shard_documents``, or the first document is bad. The text names the field, its value and what it must be.
+    """
+    kind_field = field.removesuffix("_path")
+    if kind not in RECORD_READERS:
+        raise ValueError(f'{kind_field} = "{kind}" must be one of: {", ".join(RECORD_READERS)}')
+    if not path:
+        raise ValueError(f'{field} is empty; set it to the file or folder of the "{kind}" dataset')
+    if on_bad_document not in ON_BAD_DOCUMENT:
+        raise ValueError(
+            f'documents.on_bad_document = "{on_bad_document}" must be one of: {", ".join(ON_BAD_DOCUMENT)}'
+        )
+    if seq_len < 2:
+        raise ValueError(
+            f"{kind_field.split('.')[0]}.seq_len = {seq_len} must be at least 2: one token and the next one"
+        )
+    if shard_documents == 0 or shard_documents < -1:
+        raise ValueError(f"documents.shard_documents = {shard_documents} must be at least 1, or -1 for all documents")
+    end_of_document_id = tokenizer.token_to_id(end_of_document)
+    if end_of_document_id is None:
+        raise ValueError(
+            f'documents.end_of_document = "{end_of_document}" must be a token of the tokenizer in '
+            f"{tokenizer.tokenizer_path}; set it to the token that ends a document there"
+        )
+
+    reader = RECORD_READERS[kind](ReaderConfig(path, field, text_column, split, shard_documents))
+    if len(reader) == 0:
+        raise ValueError(f'{field} = "{path}" holds no documents; it must hold at least one')
+    if shard_documents > len(reader):
+        raise ValueError(
+            f'documents.shard_documents = {shard_documents}, but {field} = "{path}" holds {len(reader)} documents; '
+            f"set it to {len(reader)} at most, or to -1 for all of them"
+        )
+    source = DocumentSource(
+        reader,
+        tokenizer,
+        end_of_document_id=end_of_document_id,
+        seq_len=seq_len,
+        num_documents=shard_documents if shard_documents > 0 else len(reader),
+        skip_bad=on_bad_document == "skip",
+    )
+    source.check_first_documents()
+    logger.info(f"{field}: {len(source)} documents of {path} ({kind})")
+    return source
