@@ -1,0 +1,144 @@
+"""The growth manifest: what a run is, written into every checkpoint and checked on resume.
+
+``config`` holds the fields that decide the trajectory (what is trained, on what, in which order). Fields that only
+decide how fast it goes (ranks, micro-batches, prefetch, compile, logging) are left out, so that a run may resume on
+another machine. A run whose config no longer matches stops and says which field differs.
+"""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockgrow_titan.growth.schedule import GrowthSchedule
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.model.args import BlockStackArgs
+from blockgrow_titan.model.init import named_parameters
+
+FILE_NAME = "manifest.json"
+
+TRAJECTORY_FIELDS: dict[str, tuple[str, ...]] = {
+    "model": ("name", "flavor", "hf_assets_path", "converters"),
+    "block_stack": ("placement", "num_blocks", "layers_per_block"),
+    "growth": (
+        "phase_steps",
+        "active_blocks",
+        "freeze",
+        "train_boundary",
+        "optimizer_at_growth",
+        "lr_at_growth",
+        "data_at_growth",
+        "new_block_init",
+        "hooks",
+    ),
+    "distill": ("kd_weight", "ce_weight", "temperature"),
+    "teacher": ("path", "dtype"),
+    "documents": ("text_column", "end_of_document", "shard_documents", "on_bad_document"),
+    "training": (
+        "dataset",
+        "dataset_path",
+        "seq_len",
+        "global_batch_size",
+        "steps",
+        "max_norm",
+        "dtype",
+        "mixed_precision_param",
+        "mixed_precision_reduce",
+    ),
+    "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay"),
+    "lr_scheduler": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
+    "debug": ("seed",),
+}
+
+
+def trajectory_config(job_config: JobConfig) -> dict[str, Any]:
+    """``{"section.field": value}`` of every field that decides the trajectory."""
+    return {
+        f"{section}.{name}": getattr(getattr(job_config, section), name)
+        for section, names in TRAJECTORY_FIELDS.items()
+        for name in names
+    }
+
+
+def trainable_fqns(model: nn.Module) -> list[str]:
+    """FQNs of the parameters that get a gradient."""
+    return [fqn for fqn, param in named_parameters(model) if param.requires_grad]
+
+
+def build_manifest(
+    job_config: JobConfig, schedule: GrowthSchedule, args: BlockStackArgs, model_cls: type[nn.Module]
+) -> dict[str, Any]:
+    """The manifest of a run.
+
+    Args:
+        job_config: The job's config.
+        schedule: Its phases.
+        args: Model arguments of any phase.
+        model_cls: Class of the model, built on meta to name the trainable parameters of each phase.
+    """
+    phases = []
+    for phase in schedule.phases:
+        with torch.device("meta"):
+            model = model_cls(args.for_phase(phase, job_config))
+        phases.append(dataclasses.asdict(phase) | {"trainable": trainable_fqns(model)})
+    layers = args.layers_per_block
+    manifest = {
+        "format": 1,
+        "config": trajectory_config(job_config),
+        "phases": phases,
+        "layers_of_block": {
+            str(block): list(range(block * layers, (block + 1) * layers))
+            for block in range(job_config.block_stack.num_blocks)
+        },
+    }
+    return json.loads(json.dumps(manifest))  # the same types as when it is read back
+
+
+def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
+    """Write ``manifest.json`` into a checkpoint's folder, whole or not at all."""
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, FILE_NAME)
+    with open(f"{path}.tmp", "w") as file:
+        json.dump(manifest, file, indent=1)
+    os.replace(f"{path}.tmp", path)
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        ValueError: If the folder has none, or one that is not JSON.
+    """
+    path = os.path.join(folder, FILE_NAME)
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: set job.dump_folder to another folder"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): delete {folder} to resume from the one before") from error
+
+
+def check_config(saved: dict[str, Any], job_config: JobConfig, folder: str) -> None:
+    """Refuse a config that is not the one a checkpoint was written with.
+
+    Raises:
+        ValueError: Naming each field that differs, its value then and now, and the ways out.
+    """
+    now = json.loads(json.dumps(trajectory_config(job_config)))
+    then = saved["config"]
+    different = [
+        f"{name} was {then.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} was written by a run with another config: {'; '.join(different)}. Put the old value back to resume, "
+            "or start anew with another --job.dump_folder (or delete this one)"
+        )

@@ -1,0 +1,81 @@
+"""The growth-aware train spec: torchtitan's TrainSpec plus the builders it has no field for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.protocols.train_spec import TrainSpec
+
+from blockgrow_titan.distill.objective import Objective
+from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
+from blockgrow_titan.documents.source import build_source
+from blockgrow_titan.growth.hooks import PHASE_HOOKS, PhaseHook
+from blockgrow_titan.growth.schedule import schedule_of
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.paths import resolve
+from blockgrow_titan.teacher.client import TeacherClient, build_teacher_client
+from blockgrow_titan.teacher.worlds import World
+
+TeacherClientBuilder = Callable[[JobConfig, World, torch.device], TeacherClient | None]
+
+
+@dataclass
+class GrowthTrainSpec(TrainSpec):
+    """What a run is built from; a user's own spec replaces any of it.
+
+    ``build_loss_fn`` gives an ``Objective``: the head applies it, chunk by chunk. ``build_validator_fn`` takes the
+    arguments of ``validate.GrowthValidator``.
+    """
+
+    build_teacher_client_fn: TeacherClientBuilder = build_teacher_client
+    phase_hooks: tuple[type[PhaseHook], ...] = PHASE_HOOKS
+
+
+def build_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer:
+    """The data's tokenizer, from the folder ``model.hf_assets_path``."""
+    return HuggingFaceTokenizer(resolve(job_config.model.hf_assets_path, "model.hf_assets_path"))
+
+
+def build_objective(job_config: JobConfig, **kwargs: object) -> Objective:
+    """The objective of ``[distill]`` (Eq. 5 of the paper)."""
+    distill = job_config.distill
+    return Objective(
+        kd_weight=float(distill.kd_weight),
+        ce_weight=float(distill.ce_weight),
+        temperature=float(distill.temperature),
+        chunk_tokens=distill.chunk_tokens,
+    )
+
+
+def build_document_dataloader(
+    *, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config: JobConfig
+) -> DocumentDataLoader:
+    """The training documents, dealt to this rank.
+
+    ``training.global_batch_size`` is what the user configured, not torchtitan's multiple of the ranks: the sampler deals
+    exactly that many documents.
+    """
+    documents, training = job_config.documents, job_config.training
+    source = build_source(
+        training.dataset,
+        training.dataset_path or "",
+        tokenizer,
+        text_column=documents.text_column,
+        end_of_document=documents.end_of_document,
+        seq_len=training.seq_len,
+        shard_documents=documents.shard_documents,
+        on_bad_document=documents.on_bad_document,
+    )
+    schedule = schedule_of(job_config)
+    return DocumentDataLoader(
+        source,
+        Collator(source.end_of_document_id, documents.pad_to_multiple_of),
+        offset_of_step=schedule.data_offset,
+        last_step=schedule.total_steps,
+        global_batch_size=training.global_batch_size,
+        rank=dp_rank,
+        world_size=dp_world_size,
+        local_batch_size=training.local_batch_size,
+        config=training.dataloader,
+    )

@@ -1,0 +1,321 @@
+"""The connection of one student rank and one teacher rank, and what arrives on it.
+
+A pair of ranks is a two-member gloo group of its own, made straight from the job's store, so that connections grow with
+the number of routes and a fault names its two ends. Each pair has two daemon threads:
+
+- One sends, so that callers never wait for the network; gloo tells that a send is done only to one who waits for it.
+- One posts the receive of the next header, **without a time limit**: a receive that times out closes a gloo pair for
+  good, and a peer may be silent as long as it likes. The header is checked before the payload is allocated.
+
+What arrives goes to the rank's ``Inbox``. A lost peer, an ERROR or a malformed message is logged at once from the
+receiving thread, since torchrun ends the survivors within a second, and is raised to whoever reads the inbox.
+"""
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo
+from torchtitan.tools.logging import logger
+
+from blockgrow_titan.teacher.messages import (
+    MAX_TEXT_BYTES,
+    BridgeError,
+    Header,
+    Kind,
+    Limits,
+    MalformedMessage,
+    PeerFailed,
+    PeerLost,
+    check_request,
+)
+from blockgrow_titan.teacher.worlds import STUDENT, World
+
+FOREVER = timedelta(days=365)
+HEADER_TAG, PAYLOAD_TAG = 0, 1
+LAST_WORDS_SECONDS = 5.0
+MIN_HEARTBEAT_LIMIT = 10.0  # heartbeats come about every second; a busy machine may delay one
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One end of a pair."""
+
+    role: str
+    role_rank: int
+    global_rank: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.role_rank} (global rank {self.global_rank}, host {self.host})"
+
+
+@dataclass
+class Message:
+    """A received REQUEST, ANSWER or STOP."""
+
+    pair: "Pair"
+    kind: Kind
+    request_id: int
+    tensor: Tensor
+    """ANSWER: [N, D] hidden states; REQUEST: [N] int32 token ids; on CPU, pinned if the rank has an accelerator."""
+    lengths: Tensor
+    """REQUEST: [B] int32 lengths; else empty."""
+
+
+class Inbox:
+    """Where the threads of a rank's pairs put what arrives, in order of arrival; a failure overtakes everything."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._failure: BridgeError | None = None
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def fail(self, error: BridgeError) -> None:
+        """Make every later ``get`` raise ``error`` (the first one only)."""
+        self._failure = self._failure or error
+        self._messages.put(None)
+
+    def get(self, timeout: float) -> Message | None:
+        """The next message, or None if there is none after ``timeout`` seconds.
+
+        Raises:
+            BridgeError: If a peer is lost, has failed or sent a malformed message.
+        """
+        try:
+            message = self._messages.get(timeout=timeout) if timeout > 0 else self._messages.get_nowait()
+        except queue.Empty:
+            message = None
+        if self._failure is not None:
+            raise self._failure
+        return message
+
+
+class Pair:
+    """One end of the connection of a student and a teacher rank. Both ends must construct it at about the same time.
+
+    Args:
+        world: This rank's world.
+        peer: The other end.
+        limits: Bounds of the messages.
+        inbox: Where received messages go.
+        device: This rank's device; buffers are pinned for an accelerator.
+        timeout: For the connection to come about, not for any message.
+    """
+
+    def __init__(
+        self, world: World, peer: Peer, limits: Limits, inbox: Inbox, device: torch.device, timeout: timedelta
+    ) -> None:
+        self.peer, self.me = peer, Peer(world.role, world.role_rank, world.global_rank, world.host)
+        self.limits, self.inbox, self.device = limits, inbox, device
+        student, teacher = (self.me, peer) if world.role == STUDENT else (peer, self.me)
+        name = f"{student.role_rank}-{teacher.role_rank}"
+        self._their_end = 1 if world.role == STUDENT else 0
+        try:
+            store = PrefixStore(f"bridge/{name}", world.store)
+            self._group: Any = ProcessGroupGloo(store, 1 - self._their_end, 2, timeout)
+        except RuntimeError as error:
+            raise PeerLost(f"{self.me} could not connect to {peer}: {_cause(error)}") from error
+        self._lock = threading.Lock()
+        self._ending = False  # nothing more may be sent, and a broken connection is no news
+        self._outbox: queue.SimpleQueue[tuple[Header, Tensor | None] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name=f"send {name}", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_all, name=f"receive {name}", daemon=True)
+        self._sender.start()
+        self._receiver.start()
+
+    @property
+    def ended(self) -> bool:
+        """True once STOP or ERROR was sent or received, or the peer was lost: what is sent then goes nowhere."""
+        return self._ending
+
+    def send_request(self, request_id: int, ids: Tensor, lengths: Tensor) -> None:
+        """Ask for hidden states; returns at once.
+
+        Args:
+            request_id: >= 0, comes back with the answer.
+            ids: [N] integers on CPU, N >= 1.
+            lengths: [B] integers on CPU whose sum is N.
+        """
+        payload = torch.cat((lengths, ids)).to(torch.int32)  # [B + N]
+        self._send(Header(Kind.REQUEST, request_id, payload.dtype, tuple(payload.shape), len(lengths)), payload)
+
+    def send_answer(self, request_id: int, hidden: Tensor) -> None:
+        """Send [N, D] hidden states, copied to the host first; returns as soon as they are there."""
+        payload = self._empty(tuple(hidden.shape), hidden.dtype).copy_(hidden)
+        self._send(Header(Kind.ANSWER, request_id, payload.dtype, tuple(payload.shape)), payload)
+
+    def stop(self, timeout: float) -> None:
+        """Send STOP and wait for the peer's reply, which does not depend on what the peer is busy with."""
+        self._send(Header(Kind.STOP), None, last=True)
+        self.join(timeout)
+
+    def fail(self, text: str) -> None:
+        """Send ERROR, why this rank ends; ``tell_failure`` waits until it is out."""
+        data = bytearray(text.encode()[:MAX_TEXT_BYTES]) or bytearray(b"no reason given")
+        payload = torch.frombuffer(data, dtype=torch.uint8)
+        self._send(Header(Kind.ERROR, 0, payload.dtype, tuple(payload.shape)), payload, last=True)
+        self._outbox.put(None)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until everything is sent, after ``fail``."""
+        self._sender.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait for both threads, which end after STOP has gone both ways."""
+        self._receiver.join(timeout)
+        self._sender.join(timeout)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def _send(self, header: Header, payload: Tensor | None, last: bool = False) -> None:
+        with self._lock:
+            if not self._ending:
+                self._ending = last
+                self._outbox.put((header, payload))
+
+    def _send_all(self) -> None:
+        """The sending thread: one message after the other, until None."""
+        try:
+            while (item := self._outbox.get()) is not None:
+                header, payload = item
+                self._group.send([header.pack()], self._their_end, HEADER_TAG).wait(FOREVER)
+                if payload is not None:
+                    self._group.send([payload], self._their_end, PAYLOAD_TAG).wait(FOREVER)
+        except RuntimeError as error:
+            self._broken(self._lost(error), gone=True)
+
+    def _receive_all(self) -> None:
+        """The receiving thread: until STOP, ERROR, a malformed message or a broken connection."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).set_device(self.device)  # pinned buffers belong to a device's context
+        try:
+            while self._receive():
+                pass
+        except (PeerLost, PeerFailed) as error:
+            self._broken(error, gone=True)
+        except MalformedMessage as error:
+            self._broken(MalformedMessage(f"malformed message, {self.peer} -> {self.me}: {error}"), gone=False)
+        except Exception as error:  # no memory for the payload, say
+            text = f"{self.me}, receiving from {self.peer}: {type(error).__name__}: {error}"
+            self._broken(BridgeError(text), gone=False)
+
+    def _receive(self) -> bool:
+        """Receive one message; False after the last."""
+        packed = torch.empty(Header.SIZE, dtype=torch.int64)
+        self._wait(packed, HEADER_TAG)
+        header = Header.parse(packed, self.limits, self.me.role)
+        payload = self._empty(header.shape, header.dtype)
+        if header.num_bytes:
+            self._wait(payload, PAYLOAD_TAG)
+        match header.kind:
+            case Kind.ERROR:
+                raise PeerFailed(f"{self.peer} failed: {bytes(payload.tolist()).decode(errors='replace')}")
+            case Kind.STOP:
+                self._send(Header(Kind.STOP), None, last=True)  # the reply, if this end has not sent its own
+                self._outbox.put(None)
+        message = Message(self, header.kind, header.request_id, payload[header.rows :], payload[: header.rows])
+        if header.kind == Kind.REQUEST:
+            check_request(message.tensor, message.lengths, self.limits)
+        self.inbox.put(message)
+        return header.kind != Kind.STOP
+
+    def _wait(self, buffer: Tensor, tag: int) -> None:
+        try:
+            self._group.recv([buffer], self._their_end, tag).wait(FOREVER)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerLost:
+        return PeerLost(f"{self.me} lost {self.peer}: {_cause(error)}")
+
+    def _broken(self, error: BridgeError, gone: bool) -> None:
+        """Nothing more comes from the peer; unless it is gone, it can still be told why (``fail``)."""
+        with self._lock:
+            expected, self._ending = self._ending, self._ending or gone
+        if expected or gone:
+            self._outbox.put(None)
+        if not expected:
+            logger.error(str(error))
+            self.inbox.fail(error)
+
+
+def _cause(error: RuntimeError) -> str:
+    """gloo's reason, without its source location and advice."""
+    text = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip())
+    return text.split(". This is typically")[0].splitlines()[0] if text else type(error).__name__
+
+
+def connect(
+    world: World, peer_ranks: Sequence[int], limits: Limits, device: torch.device, timeouts: tuple[float, float]
+) -> tuple[list[Pair], Inbox]:
+    """Connect this rank with its peers of the other world; every one of them must call it too.
+
+    A peer may take as long as it needs to arrive (a data set to prepare, weights to read): only a missing heartbeat, or
+    a failure that it has reported, ends the wait.
+
+    Args:
+        world: This rank's world.
+        peer_ranks: Global ranks of the peers, from the layout's ``teachers_of`` or ``students_of``.
+        limits: Bounds of the messages.
+        device: This rank's device.
+        timeouts: Seconds without a heartbeat that mean a lost peer, and seconds for one connection to come about.
+
+    Raises:
+        BridgeError: If a peer fails or is lost before it is connected.
+    """
+    heartbeat_limit, connect_limit = timeouts
+    # Two rounds, so that no end sits in the time-limited handshake of one pair while its peer waits for a third rank.
+    for flag in ("ready", "connecting"):
+        world.flag(flag)
+        for rank in peer_ranks:
+            _await_flag(world, rank, flag, heartbeat_limit)
+    inbox = Inbox()
+    limit = timedelta(seconds=connect_limit)
+    return [Pair(world, peer_of(world, rank), limits, inbox, device, limit) for rank in peer_ranks], inbox
+
+
+def tell_failure(pairs: Sequence[Pair], text: str) -> None:
+    """Tell all peers why this rank ends, as far as they can be told within a few seconds."""
+    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    for pair in pairs:
+        pair.fail(text)
+    for pair in pairs:
+        pair.flush(max(0.0, deadline - time.monotonic()))
+
+
+def peer_of(world: World, rank: int) -> Peer:
+    """Describe a global rank."""
+    return Peer(world.layout.role_of(rank), world.layout.role_rank(rank), rank, world.host_of(rank))
+
+
+def check_alive(world: World, rank: int, heartbeat_limit: float) -> None:
+    """Raise ``PeerLost`` if a global rank's heartbeat has been missing for too long."""
+    age, limit = world.last_heartbeat_age(rank), max(heartbeat_limit, MIN_HEARTBEAT_LIMIT)
+    if age > limit:
+        raise PeerLost(
+            f"no heartbeat of {peer_of(world, rank)} for {age:.0f} s (teacher.timeout_seconds: {limit:.0f} s)"
+        )
+
+
+def _await_flag(world: World, rank: int, flag: str, heartbeat_limit: float) -> None:
+    began, told, pause = time.monotonic(), 0, 0.01
+    while not world.has_flag(flag, rank):
+        if (text := world.failure_of(rank)) is not None:
+            raise PeerFailed(f"{peer_of(world, rank)} failed: {text}")
+        check_alive(world, rank, heartbeat_limit)
+        if time.monotonic() - began > 30 * (told + 1):
+            told += 1
+            logger.info(f"Waiting for {peer_of(world, rank)} to be ready ({30 * told} s so far)")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)

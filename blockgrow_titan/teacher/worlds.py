@@ -1,0 +1,349 @@
+"""One job, two worlds: the student's ranks and the teacher's.
+
+``torchrun`` starts N ranks. The last T of them are the teacher's world, the others the student's (``WorldLayout``).
+Each world initialises its own default process group, over its own prefix of the job's store and with ranks counted
+inside the role (``join_world``), before torchtitan would; every collective that torchtitan makes on the default group
+then stays inside the student's world. What crosses between the worlds goes over ``bridge`` alone.
+
+Each rank also counts up a heartbeat in the store from a thread of its own, so that "the peer is busy" and "the peer's
+machine is gone" can be told apart without any message.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+from torchtitan.distributed.utils import init_fake_mode
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+STUDENT = "student"
+TEACHER = "teacher"
+
+HEARTBEAT_SECONDS = 1.0
+DRY_RUN_MODES = ("fake_backend", "local_tensor")
+
+
+@dataclass(frozen=True)
+class WorldLayout:
+    """Which ranks are the student's, which the teacher's, and which pairs of them talk to each other.
+
+    The first ``num_students`` ranks are the student's and the last ``num_teachers`` the teacher's. With
+    ``num_teachers = 0`` there is no teacher, or it runs on the student's ranks (colocated).
+    """
+
+    num_students: int
+    num_teachers: int
+
+    @classmethod
+    def plan(cls, world_size: int, teacher_ranks: int, has_teacher: bool, shard_degree: int = 1) -> "WorldLayout":
+        """Divide ``world_size`` ranks as ``teacher.ranks`` and ``teacher.shard_degree`` say.
+
+        Args:
+            world_size: Ranks of the whole job, NGPU times the number of nodes.
+            teacher_ranks: ``teacher.ranks``: -1 is half of the ranks, rounded down, at least one; 0 is colocated.
+            has_teacher: False if ``teacher.path`` is empty; both settings are then ignored.
+            shard_degree: ``teacher.shard_degree``; must divide the ranks that hold the teacher.
+
+        Raises:
+            ValueError: If no student rank would be left, or a setting is out of its range.
+        """
+        if not has_teacher:
+            return cls(world_size, 0)
+        if teacher_ranks < -1:
+            raise ValueError(
+                f"teacher.ranks = {teacher_ranks} must be -1 (half of the ranks), 0 (on the student's ranks) or the "
+                f"number of the teacher's own ranks; this job has {world_size} ranks (NGPU): set --teacher.ranks"
+            )
+        if teacher_ranks == -1 and world_size == 1:
+            raise ValueError(
+                "teacher.ranks = -1 gives the teacher a rank of its own, but this job has 1 rank (NGPU = 1), which is "
+                "the student's: use NGPU=2 or --teacher.ranks 0"
+            )
+        num_teachers = max(1, world_size // 2) if teacher_ranks == -1 else teacher_ranks
+        if num_teachers >= world_size:
+            raise ValueError(
+                f"teacher.ranks = {num_teachers} leaves no student rank: this job has {world_size} rank(s) (NGPU). Set "
+                f"NGPU to at least {num_teachers + 1}, or --teacher.ranks to at most {world_size - 1} (0: the teacher "
+                "runs on the student's ranks)"
+            )
+        layout = cls(world_size - num_teachers, num_teachers)
+        holders = layout.num_teachers or layout.num_students
+        if shard_degree < 1 or holders % shard_degree:
+            raise ValueError(
+                f"teacher.shard_degree = {shard_degree} must divide the {holders} rank(s) that hold the teacher "
+                f"(teacher.ranks = {teacher_ranks} of {world_size} ranks, NGPU): set --teacher.shard_degree or "
+                "--teacher.ranks"
+            )
+        return layout
+
+    @property
+    def world_size(self) -> int:
+        return self.num_students + self.num_teachers
+
+    def size_of(self, role: str) -> int:
+        """Ranks of a role."""
+        return self.num_teachers if role == TEACHER else self.num_students
+
+    def role_of(self, rank: int) -> str:
+        """Role of a global rank: ``STUDENT`` or ``TEACHER``."""
+        return STUDENT if rank < self.num_students else TEACHER
+
+    def role_rank(self, rank: int) -> int:
+        """Rank inside its role of a global rank."""
+        return rank if rank < self.num_students else rank - self.num_students
+
+    def global_rank(self, role: str, role_rank: int) -> int:
+        """Global rank of a role's rank."""
+        return role_rank if role == STUDENT else self.num_students + role_rank
+
+    def teachers_of(self, student: int) -> list[int]:
+        """Teacher ranks that a student rank deals its micro-batches to, in turn. Empty without separate teachers."""
+        if not self.num_teachers:
+            return []
+        if self.num_students >= self.num_teachers:
+            return [student % self.num_teachers]
+        return list(range(student, self.num_teachers, self.num_students))
+
+    def students_of(self, teacher: int) -> list[int]:
+        """Student ranks that a teacher rank serves; at least one."""
+        return [s for s in range(self.num_students) if teacher in self.teachers_of(s)]
+
+    def routes(self) -> list[tuple[int, int]]:
+        """All (student rank, teacher rank) pairs that exchange messages: max(S, T) of them, or none."""
+        return [(s, t) for s in range(self.num_students) for t in self.teachers_of(s)]
+
+
+def assign_device(
+    layout: WorldLayout, rank: int, local_rank: int, local_world_size: int, num_devices: int
+) -> int | None:
+    """Index of the device that a rank uses on its node.
+
+    With as many devices as ranks, each rank has its own. With fewer, the node's i-th student rank takes device i and
+    its j-th teacher rank the j-th device from the end: two ranks share a device only if they are of different worlds.
+
+    Args:
+        layout: The job's layout.
+        rank: Global rank; the node's ranks are ``rank - local_rank`` and the ``local_world_size - 1`` after it.
+        local_rank: The rank's number on its node.
+        local_world_size: Ranks of the node.
+        num_devices: Accelerators of the node; 0 on CPU.
+
+    Returns:
+        The index, or None on CPU, where nothing limits the number of ranks.
+
+    Raises:
+        ValueError: If two ranks of one world would share a device.
+    """
+    if num_devices == 0:
+        return None
+    if num_devices >= local_world_size:
+        return local_rank
+    first = rank - local_rank
+    role = layout.role_of(rank)
+    by_role = {
+        r: [i for i in range(first, first + local_world_size) if layout.role_of(i) == r] for r in (STUDENT, TEACHER)
+    }
+    for name, members in by_role.items():
+        if len(members) > num_devices:
+            raise ValueError(
+                f"{len(members)} {name} ranks on one machine need {len(members)} GPUs, but it has {num_devices}: "
+                f"NGPU = {local_world_size} with {layout.num_teachers} teacher rank(s) (teacher.ranks) would put two "
+                "ranks of one world on one GPU, which NCCL cannot do; only a student and a teacher rank may share one. Lower "
+                f"NGPU, or set --teacher.ranks so that neither world has more than {num_devices} rank(s) here"
+            )
+    place = by_role[role].index(rank)
+    return place if role == STUDENT else num_devices - 1 - place
+
+
+def rendezvous(comm_mode: str = "default") -> tuple[Store, int, int]:
+    """(store, global rank, world size) of the job that torchrun started; its agent's store, restarts included.
+
+    A dry run (``comm.mode`` other than "default") is one process that stands for rank 0 of NGPU ranks.
+
+    Raises:
+        ValueError: In a dry run, if the environment variable NGPU is not a positive number.
+    """
+    if comm_mode not in DRY_RUN_MODES:
+        return next(dist.rendezvous("env://"))
+    ngpu = os.environ.get("NGPU", "")
+    if not ngpu.isdigit() or not int(ngpu):
+        raise ValueError(f'comm.mode = "{comm_mode}" needs the number of ranks in NGPU, got NGPU="{ngpu}"')
+    return HashStore(), 0, int(ngpu)
+
+
+@dataclass
+class World:
+    """A rank's place in the job, and the job's store. ``close`` ends its heartbeat."""
+
+    layout: WorldLayout
+    role: str
+    role_rank: int
+    role_size: int
+    global_rank: int
+    store: Store
+    """The store that all ranks of the job share, without any prefix."""
+    host: str
+    _beats: dict[int, tuple[int, float]] = field(default_factory=dict, repr=False)
+    _stop: threading.Event = field(default_factory=threading.Event, repr=False)
+    _thread: threading.Thread | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # A client connection of its own: a wait of another thread, or of a collective, never holds it up.
+        self._side_store = self.store.clone()  # type: ignore[attr-defined]
+
+    def start_heartbeat(self) -> None:
+        """Count up ``heartbeat/<global rank>`` in the store about every second, from a daemon thread."""
+        store = self.store.clone()  # type: ignore[attr-defined]
+        key = f"heartbeat/{self.global_rank}"
+
+        def beat() -> None:
+            try:
+                store.add(key, 1)
+                while not self._stop.wait(HEARTBEAT_SECONDS):
+                    store.add(key, 1)
+            except Exception as error:  # the store's host is gone: the job is ending
+                logger.debug(f"Heartbeat of rank {self.global_rank} stopped: {error}")
+
+        self._thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def last_heartbeat_age(self, rank: int) -> float:
+        """Seconds since this rank saw the heartbeat of a global rank move, 0.0 at the first look.
+
+        Hosts' clocks are never compared: call it repeatedly while waiting, and the age is exact to the interval.
+        """
+        count, now = self._side_store.add(f"heartbeat/{rank}", 0), time.monotonic()
+        seen, since = self._beats.get(rank, (-1, now))
+        if count != seen:
+            self._beats[rank] = (count, now)
+            return 0.0
+        return now - since
+
+    def flag(self, name: str) -> None:
+        """Raise a flag of this rank that others see with ``has_flag``."""
+        self._side_store.add(f"flag/{name}/{self.global_rank}", 1)
+
+    def has_flag(self, name: str, rank: int) -> bool:
+        return self._side_store.add(f"flag/{name}/{rank}", 0) > 0
+
+    def report_failure(self, text: str) -> None:
+        """Leave the reason why this rank ends, for peers that are not connected to it yet."""
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
+            self._side_store.set(f"failure/{self.global_rank}", text)
+
+    def failure_of(self, rank: int) -> str | None:
+        """What a global rank left with ``report_failure``, or None."""
+        key = f"failure/{rank}"
+        return self._side_store.get(key).decode() if self._side_store.check([key]) else None
+
+    def host_of(self, rank: int) -> str:
+        """Host name of a global rank, "unknown" before it has joined."""
+        key = f"host/{rank}"
+        return self._side_store.get(key).decode() if self._side_store.check([key]) else "unknown"
+
+    def close(self) -> None:
+        """End the heartbeat. Safe to call again."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+            atexit.unregister(self.close)
+
+
+def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, device_index: int | None = None) -> World:
+    """Initialise the default process group of this rank's role and set the environment to match.
+
+    RANK and WORLD_SIZE become those inside the role, and LOCAL_RANK the device index if there is one. The group gets
+    what torchtitan's ``init_distributed`` would have given it: ``comm.init_timeout_seconds``, the backend (with a CPU
+    backend for offload and asynchronous checkpoints), and the variables of NCCL's error handling and trace buffer, with
+    a trace folder per role. torchtitan's warning that these settings are ignored is silenced, as they are not.
+
+    Args:
+        job_config: The job's config.
+        layout: The job's layout.
+        store: The job's store, shared by all its ranks, from ``rendezvous``.
+        rank: Global rank.
+        device_index: From ``assign_device``.
+
+    Returns:
+        This rank's world, its heartbeat running.
+    """
+    role, role_rank = layout.role_of(rank), layout.role_rank(rank)
+    role_size = layout.size_of(role)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(role_rank), str(role_size)
+    if device_index is not None:
+        os.environ["LOCAL_RANK"] = str(device_index)
+    world = World(layout, role, role_rank, role_size, rank, store, socket.gethostname())
+    _silence_titan_warning()
+    if job_config.comm.mode in DRY_RUN_MODES:
+        init_fake_mode(role_size, job_config.comm.mode)
+        return world
+
+    store.set(f"host/{rank}", world.host)
+    world.start_heartbeat()
+    _set_comm_environment(job_config.comm, job_config.job.dump_folder, role)
+    cpu_backend = job_config.training.enable_cpu_offload or job_config.checkpoint.async_mode != "disabled"
+    dist.init_process_group(
+        backend=_backend(cpu_backend),
+        timeout=timedelta(seconds=job_config.comm.init_timeout_seconds),
+        store=PrefixStore(role, store),
+        rank=role_rank,
+        world_size=role_size,
+    )
+    return world
+
+
+def _backend(cpu_backend: bool) -> str:
+    """The device's backend, beside gloo for CPU tensors if these are sent too."""
+    backend = dist.Backend.default_device_backend_map.get(device_type, "nccl")
+    return f"{device_type}:{backend},cpu:gloo" if cpu_backend and device_type != "cpu" else backend
+
+
+def _set_comm_environment(comm: Any, dump_folder: str, role: str) -> None:
+    """What torchtitan sets before it initialises; NCCL reads it when a group is made."""
+    # The flight recorder needs mode 3 (skip clean-up): in mode 1 the watchdog aborts before the dump.
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size)}
+    if comm.trace_buf_size > 0:
+        folder = os.path.join(dump_folder, comm.save_traces_folder, role)
+        os.makedirs(folder, exist_ok=True)
+        variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        variables["TORCH_FR_DUMP_TEMP_FILE"] = os.path.join(folder, comm.save_traces_file_prefix)
+    for name, value in variables.items():
+        if os.environ.get(name, value) != value:
+            logger.warning(f"ENV[{name}] = {os.environ[name]} will be overridden to {value} based on job config")
+        os.environ[name] = value
+
+
+def _is_not_titan_warning(record: logging.LogRecord) -> bool:
+    return "torch.distributed is already initialized. Skipping init_distributed" not in record.getMessage()
+
+
+def _silence_titan_warning() -> None:
+    if _is_not_titan_warning not in logger.filters:
+        logger.addFilter(_is_not_titan_warning)
+
+
+def shard_ranks(role_size: int, shard_degree: int) -> Sequence[list[int]]:
+    """The role ranks of each shard group: contiguous runs of ``shard_degree`` ranks."""
+    return [list(range(first, first + shard_degree)) for first in range(0, role_size, shard_degree)]
+
+
+def shard_mesh(role_size: int, shard_degree: int) -> dist.device_mesh.DeviceMesh | None:
+    """One-dimensional mesh of this rank's shard group, None if nothing is sharded. Every rank of the role must call."""
+    if shard_degree == 1:
+        return None
+    shape = (role_size // shard_degree, shard_degree)
+    mesh = dist.device_mesh.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return mesh["shard"]

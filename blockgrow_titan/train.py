@@ -1,0 +1,162 @@
+"""Entry point: ``torchrun -m blockgrow_titan.train --job.config_file ...`` (see ``run_train.sh``).
+
+Every rank parses and checks the config, joins its world, and then trains (student) or serves hidden states (teacher).
+A mistake in the config ends the job here, before anything is built: one line on the console, exit status 2.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+from blockgrow_titan.infra import device  # noqa: F401  (before torchtitan: see there)
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+from torch.distributed.elastic.multiprocessing.errors import record  # isort: skip
+from torchtitan.tools.logging import init_logger, logger  # isort: skip
+
+from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
+from blockgrow_titan.checks import check_config, parse_config
+from blockgrow_titan.growth.manifest import read_manifest
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.metrics import closing_table, write_summary
+from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
+
+CONFIG_ERROR_STATUS = 2
+
+
+class ConfigError(Exception):
+    """A mistake of the user's; its text is all that the console shows."""
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """End this rank over a mistake in the config; only global rank 0 prints it."""
+    if os.environ.get("RANK", "0") == "0":
+        line = " ".join(str(error).split())
+        print(f"Config error: {line}", file=sys.stderr, flush=True)
+        if path := os.environ.get("BLOCKGROW_ERROR_FILE"):
+            with open(path, "w") as file:
+                file.write(f"Config error: {line}\n")
+    sys.exit(CONFIG_ERROR_STATUS)
+
+
+def _resolve_global_batch(job_config: JobConfig, layout: WorldLayout) -> None:
+    """torchtitan's -1: one micro-batch a rank. It then depends on the ranks, and the manifest pins it."""
+    if job_config.training.global_batch_size == -1:
+        job_config.training.global_batch_size = job_config.training.local_batch_size * layout.num_students
+
+
+def _agree_on_resume_point(job_config: JobConfig, store: dist.Store, rank: int) -> ResumePoint:
+    """Global rank 0 looks at the dump folder and tells the others, so that all do the same.
+
+    Raises:
+        ValueError: On every rank, if the folder's run and this config do not match.
+    """
+    key = "resume_point"
+    if rank == 0:
+        try:
+            point = find_resume_point(job_config)
+            store.set(key, f"{point.step} {int(point.complete)}")
+            return point
+        except ValueError as error:
+            store.set(key, f"error {error}")
+            raise
+    word, text = store.get(key).decode().split(" ", 1)
+    if word == "error":
+        raise ValueError(text)
+    return ResumePoint(int(word), bool(int(text)))
+
+
+def _show_complete(job_config: JobConfig, step: int) -> None:
+    folder = job_config.job.dump_folder
+    checkpoint = os.path.join(folder, job_config.checkpoint.folder, f"step-{step}")
+    for line in closing_table(write_summary(folder, read_manifest(checkpoint))):
+        logger.info(line)
+    logger.info(
+        f"This run is complete: {os.path.abspath(folder)} holds all {step} steps. To start anew, give another folder with "
+        "--job.dump_folder, or delete this one"
+    )
+
+
+def run(job_config: JobConfig, world: World, resume_step: int) -> None:
+    """Train or serve, by role. A student's failure is told to its teachers, a teacher's to its students."""
+    from torchtitan.tools.utils import device_type
+
+    torch_device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)) if device_type != "cpu" else 0)
+    if world.role != STUDENT:
+        from blockgrow_titan.teacher.server import serve
+
+        if device_type != "cpu":
+            torch.get_device_module(device_type).set_device(torch_device)
+        serve(job_config, world, torch_device)
+        return
+
+    from blockgrow_titan.trainer import GrowthTrainer
+
+    trainer: GrowthTrainer | None = None
+    try:
+        trainer = GrowthTrainer(job_config, world, resume_step)
+        trainer.train()
+    except Exception as error:
+        if trainer is not None and trainer.teacher is not None:
+            trainer.teacher.close(error=f"{type(error).__name__}: {error}")
+        world.report_failure(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+
+
+def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int) -> None:
+    """Run this rank's share of a job.
+
+    Args:
+        job_config: The merged config, not checked yet.
+        store: The job's store, shared by all ranks.
+        rank: Global rank.
+        world_size: Ranks of the whole job, both worlds together.
+
+    Raises:
+        ConfigError: If the config cannot run, before anything was built.
+    """
+    try:
+        layout = WorldLayout.plan(
+            world_size, job_config.teacher.ranks, bool(job_config.teacher.path), job_config.teacher.shard_degree
+        )
+        _resolve_global_batch(job_config, layout)
+        check_config(job_config)
+        num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR else 0
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        device_index = assign_device(layout, rank, local_rank, local_world_size, num_devices)
+        point = _agree_on_resume_point(job_config, store, rank)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(str(error)) from error
+    if point.complete:
+        if rank == 0:
+            _show_complete(job_config, point.step)
+        return
+    world = join_world(job_config, layout, store, rank, device_index)
+    try:
+        run(job_config, world, point.step)
+    finally:
+        world.close()
+    dist.destroy_process_group()
+    logger.info("Process group destroyed")
+
+
+@record
+def main() -> None:
+    init_logger()
+    try:
+        try:
+            job_config = parse_config(sys.argv[1:])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        launch(job_config, *rendezvous(job_config.comm.mode))
+    except ConfigError as error:
+        refuse(error)
+
+
+if __name__ == "__main__":
+    main()
