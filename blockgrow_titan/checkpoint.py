@@ -65,7 +65,9 @@ def find_resume_point(job_config: JobConfig) -> ResumePoint:
     if step == -1:
         step = steps[-1] if steps else 0
     elif step not in steps:
-        raise ValueError(f"checkpoint.load_step is {step} but {folder} has {steps or 'no checkpoint'}: give one of these")
+        raise ValueError(
+            f"checkpoint.load_step is {step} but {folder} has {steps or 'no checkpoint'}: give one of these"
+        )
     if step == 0:
         return ResumePoint(0, False)
     checkpoint = os.path.join(folder, f"step-{step}")
@@ -92,7 +94,7 @@ class GrowthCheckpointManager(CheckpointManager):
         boundary = self.enable and not self.load_only and curr_step in self.boundaries
         return boundary or super()._should_save(curr_step, last_step)
 
-    def save(self, curr_step: int, last_step: bool = False) -> bool:  # type: ignore[override]
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if this step is due; returns whether it was."""
         if not self._should_save(curr_step, last_step):
             return False
@@ -141,9 +143,7 @@ class GrowthCheckpointManager(CheckpointManager):
         self, model_parts: list[nn.Module], optimizers: OptimizersContainer, lr_schedulers: LRSchedulersContainer
     ) -> None:
         """Save these objects from now on: torchtitan's wrapper caches the state dict of the model it was given."""
-        self.states.update(
-            {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
-        )
+        self.states.update({MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers})
 
 
 def _by_layer(keys: list[str]) -> list[str]:

@@ -10,12 +10,12 @@ import dataclasses
 import difflib
 import json
 import os
+import tomllib
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import tomli
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.tools.utils import device_type
@@ -30,18 +30,35 @@ from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.model import TeacherFiles
 
 TEACHER_DTYPES = ("bfloat16", "float32")
+CONFIG_MODULE = '"blockgrow_titan.job_config"'
+PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents")
 
 
 class GrowthConfigManager(ConfigManager):
     """torchtitan's ConfigManager with one-line errors: a misspelt field is answered with the nearest name."""
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
+        path = _option(args, "job.config_file")
+        if path is None:
+            return None
         try:
-            return super()._maybe_load_toml(args)
-        except FileNotFoundError as error:
-            raise ValueError(f"job.config_file {error.filename} does not exist (current folder: {os.getcwd()})") from None
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"job.config_file is not valid TOML: {error}") from None
+            with open(path, "rb") as file:
+                return tomllib.load(file)
+        except OSError as error:
+            raise ValueError(
+                f'job.config_file is "{path}", which cannot be read ({error.strerror}; current folder: {os.getcwd()})'
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f'job.config_file is "{path}", which is not valid TOML: {error}') from None
+
+    def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> Any:
+        try:
+            return super()._maybe_add_custom_config(args, toml_values)
+        except ImportError as error:
+            raise ValueError(
+                f"job.custom_config_module cannot be imported ({error}); set it to {CONFIG_MODULE}, or to a module of "
+                "yours that extends it"
+            ) from None
 
     def _dict_to_dataclass(self, cls: Any, data: dict[str, Any]) -> Any:
         if not dataclasses.is_dataclass(cls):
@@ -49,14 +66,26 @@ class GrowthConfigManager(ConfigManager):
         names = [f.name for f in dataclasses.fields(cls)]
         for name in data:
             if name not in names:
-                section = cls.__name__.removeprefix("Merged")
+                section = getattr(cls, "__name__", "").removeprefix("Merged")
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names)}"
+                if name in PLUGIN_SECTIONS:
+                    hint = f"it is this plugin's: set job.custom_config_module = {CONFIG_MODULE}"
                 raise ValueError(f'the config has "{name}" in {section}, which has no such field; {hint}')
         return super()._dict_to_dataclass(cls, data)
 
     def _validate_config(self) -> None:
         """torchtitan only warns about a missing tokenizer here; ``check_config`` refuses it."""
+
+
+def _option(args: list[str], name: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value`` on the command line, with underscores or hyphens."""
+    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        option, equals, value = arg.partition("=")
+        if option in spellings:
+            return value if equals else following
+    return None
 
 
 def parse_config(args: Sequence[str]) -> JobConfig:
@@ -76,9 +105,7 @@ def check_config(job_config: JobConfig) -> None:
         NotImplementedError: For an unsupported one.
     """
     if not hasattr(job_config, "growth"):
-        raise ValueError(
-            'the config lacks this plugin\'s sections: set [job] custom_config_module = "blockgrow_titan.job_config"'
-        )
+        raise ValueError(f"the config lacks this plugin's sections: set job.custom_config_module = {CONFIG_MODULE}")
     _check_types(job_config)
     _check_unsupported(job_config)
     _check_values(job_config)
@@ -224,7 +251,16 @@ def _check_values(job_config: JobConfig) -> None:
         )
     if job_config.checkpoint.keep_latest_k == 1:
         raise ValueError("checkpoint.keep_latest_k is 1: keep at least 2 (one may be half-written), or 0 for all")
+    _check_padding("training.seq_len", job_config.training.seq_len, documents.pad_to_multiple_of)
     _check_validation(job_config)
+
+
+def _check_padding(name: str, seq_len: int, multiple: int) -> None:
+    if seq_len % multiple:
+        raise ValueError(
+            f"documents.pad_to_multiple_of is {multiple}, which does not divide {name} = {seq_len}: a micro-batch could be "
+            "padded beyond the length that the model is built for; choose a divisor"
+        )
 
 
 def _check_validation(job_config: JobConfig) -> None:
@@ -241,12 +277,15 @@ def _check_validation(job_config: JobConfig) -> None:
             f"validation.seq_len is {validation.seq_len}; it must be from 2 to training.seq_len = "
             f"{job_config.training.seq_len}, the length that the model is built for"
         )
+    _check_padding("validation.seq_len", validation.seq_len, job_config.documents.pad_to_multiple_of)
 
 
 def _check_tokenizer(job_config: JobConfig, args: BlockStackArgs) -> HuggingFaceTokenizer:
     folder = resolve(job_config.model.hf_assets_path, "model.hf_assets_path")
     if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        raise ValueError(f"model.hf_assets_path is {folder}, which has no tokenizer.json: point it at the tokenizer's folder")
+        raise ValueError(
+            f"model.hf_assets_path is {folder}, which has no tokenizer.json: point it at the tokenizer's folder"
+        )
     tokenizer = HuggingFaceTokenizer(folder)
     if tokenizer.get_vocab_size() > args.vocab_size:
         raise ValueError(
@@ -293,7 +332,9 @@ def _check_same_tokenizer(job_config: JobConfig, folder: str, tokenizer: Hugging
     """Equal sizes are not enough: the teacher must read the ids as the data's tokenizer wrote them."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
-        raise ValueError(f"teacher.path {folder} has no tokenizer.json, so its tokenizer cannot be compared: add the file")
+        raise ValueError(
+            f"teacher.path {folder} has no tokenizer.json, so its tokenizer cannot be compared: add the file"
+        )
     with open(path, encoding="utf-8") as file:
         theirs = json.load(file)
     ours = json.loads(tokenizer.tokenizer.to_str())

@@ -8,7 +8,6 @@ after the checkpoint's step are dropped (they will be written again) and TensorB
 import json
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -151,7 +150,7 @@ class GrowthMetricsProcessor(MetricsProcessor):
         ]
         logger.info("  ".join(part for part in parts if part))
 
-    def log_validation(self, step: int, result: dict[str, Any], seconds: float) -> None:  # type: ignore[override]
+    def log_validation(self, step: int, result: dict[str, Any], seconds: float) -> None:
         """Record a validation: ``result`` as ``validate.GrowthValidator.validate`` returns it."""
         self._write("validation", step, **result, seconds=seconds)
         if not self.writes:

@@ -6,6 +6,7 @@ A mistake in the config ends the job here, before anything is built: one line on
 
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 from blockgrow_titan.infra import device  # noqa: F401  (before torchtitan: see there)
@@ -125,11 +126,12 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         )
         _resolve_global_batch(job_config, layout)
         check_config(job_config)
-        num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR else 0
+        dry = job_config.comm.mode == "fake_backend"
+        num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR and not dry else 0
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device_index = assign_device(layout, rank, local_rank, local_world_size, num_devices)
-        point = _agree_on_resume_point(job_config, store, rank)
+        point = ResumePoint(0, False) if dry else _agree_on_resume_point(job_config, store, rank)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from error
     if point.complete:
@@ -138,7 +140,12 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         return
     world = join_world(job_config, layout, store, rank, device_index)
     try:
-        run(job_config, world, point.step)
+        if dry:
+            from blockgrow_titan.dry_run import dry_run
+
+            dry_run(job_config, layout)
+        else:
+            run(job_config, world, point.step)
     finally:
         world.close()
     dist.destroy_process_group()
@@ -148,12 +155,15 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
 @record
 def main() -> None:
     init_logger()
+    for message in ("DTensor.*may not have complete support on cpu", "'set_vital' is deprecated"):
+        warnings.filterwarnings("ignore", message=message)  # true, and of no consequence here
     try:
         try:
             job_config = parse_config(sys.argv[1:])
+            store, rank, world_size = rendezvous(job_config.comm.mode)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        launch(job_config, *rendezvous(job_config.comm.mode))
+        launch(job_config, store, rank, world_size)
     except ConfigError as error:
         refuse(error)
 

@@ -41,7 +41,7 @@ from blockgrow_titan.documents.batches import num_micro_batches
 from blockgrow_titan.growth.hooks import load_hooks, run_hooks
 from blockgrow_titan.growth.manifest import build_manifest
 from blockgrow_titan.growth.schedule import Phase, schedule_of
-from blockgrow_titan.infra.parallelize import DataParallelDims
+from blockgrow_titan.infra.parallelize import data_parallel_dims
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.metrics import GrowthMetricsProcessor, StepReport, closing_table, write_summary
 from blockgrow_titan.model.args import BlockStackArgs
@@ -80,7 +80,7 @@ class GrowthTrainer(Trainer):
         self.hooks = load_hooks(self.train_spec.phase_hooks, job_config.growth.hooks)
         self.build_lr_schedulers(self.phase)
         # torchtitan was shown the next multiple of the ranks; exactly the configured documents are dealt
-        self.dataloader.global_batch_size = job_config.training.global_batch_size  # type: ignore[union-attr]
+        self.dataloader.global_batch_size = job_config.training.global_batch_size
 
         self.teacher = self.train_spec.build_teacher_client_fn(job_config, world, self.device)
         self._copy_from_teacher()
@@ -112,17 +112,7 @@ class GrowthTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """The student world's mesh; its default process group exists already (``teacher.worlds.join_world``)."""
-        config = self.job_config.parallelism
-        return DataParallelDims(
-            dp_shard=config.data_parallel_shard_degree,
-            dp_replicate=config.data_parallel_replicate_degree,
-            cp=config.context_parallel_degree,
-            tp=config.tensor_parallel_degree,
-            pp=config.pipeline_parallel_degree,
-            ep=config.expert_parallel_degree,
-            etp=config.expert_tensor_parallel_degree,
-            world_size=dist.get_world_size(),
-        )
+        return data_parallel_dims(self.job_config, dist.get_world_size())
 
     # What a phase is made of: each is used at start and again at growth.
 
@@ -225,7 +215,7 @@ class GrowthTrainer(Trainer):
             maybe_enable_memory_snapshot(config.profiling, **profile) as memory_profiler,
         ):
             assert self.dataloader is not None
-            self.dataloader.first_step = self.step + 1  # type: ignore[attr-defined]
+            self.dataloader.first_step = self.step + 1
             data_iterator = self.batch_generator(self.dataloader)
             while self.should_continue_training():
                 self.step += 1
@@ -295,7 +285,7 @@ class GrowthTrainer(Trainer):
             self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
             yield ahead.popleft()
 
-    def forward_backward_step(  # type: ignore[override]
+    def forward_backward_step(
         self, *, input_dict: dict[str, Any], labels: torch.Tensor, global_valid_tokens: torch.Tensor
     ) -> LossSums:
         """One micro-batch: gradients of its share of the global batch's loss are accumulated.
@@ -334,9 +324,7 @@ class GrowthTrainer(Trainer):
 
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)  # loss, ce, kl, kd
         for input_dict, labels in micro_batches:
-            losses = self.forward_backward_step(
-                input_dict=input_dict, labels=labels, global_valid_tokens=counts[0]
-            )
+            losses = self.forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=counts[0])
             sums += torch.stack([value.double() for value in losses])
         del micro_batches
 
@@ -348,9 +336,7 @@ class GrowthTrainer(Trainer):
         self.lr_schedulers.step()
         self._report(started, lr, float(grad_norm.item()), counts, sums)
 
-    def _report(
-        self, started: float, lr: float, grad_norm: float, counts: torch.Tensor, sums: torch.Tensor
-    ) -> None:
+    def _report(self, started: float, lr: float, grad_norm: float, counts: torch.Tensor, sums: torch.Tensor) -> None:
         """Reduce the step's sums over the student's ranks and hand them to the metrics."""
         wait = self.teacher.pop_wait_seconds() if self.teacher is not None else 0.0
         totals = torch.cat([sums, sums.new_tensor([wait])])

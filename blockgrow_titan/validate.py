@@ -94,7 +94,7 @@ class GrowthValidator(BaseValidator):
         yield from ahead
 
     @torch.no_grad()
-    def validate(self, model_parts: list[nn.Module], step: int) -> dict[str, Any]:  # type: ignore[override]
+    def validate(self, model_parts: list[nn.Module], step: int) -> dict[str, Any]:
         """Evaluate on every document and log the result.
 
         Returns:

@@ -6,33 +6,40 @@ as an FSDP2 unit of its own (``fully_shard(head, reshard_after_forward=False)``)
 reduce-scatter a call, however many chunks there are, and also on a rank without a valid token.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from blockgrow_titan.distill.objective import IGNORE_INDEX, LossSums, Objective, chunked_distillation
 
 
-@dataclass
 class LossTargets:
     """What the head needs beside hidden states to compute the loss of one micro-batch.
 
-    Footgun: this must stay a plain dataclass. FSDP2 casts every floating tensor that it finds in a module's inputs to
-    its parameter dtype, and it looks into tuples, lists, dicts and registered pytrees; here it would round the scale
-    and an fp32 teacher's hidden states to bf16.
+    Args:
+        labels: [B, S] int64, the next token of each position, IGNORE_INDEX where a position does not count.
+        objective: Weights, temperature and chunk size.
+        scale: The loss is multiplied by it, for instance 1 / valid tokens of the global batch.
+        teacher_hidden: [N, D_t], the teacher's final, normed hidden states at the N valid positions, row by row.
+        teacher_head: [V, D_t], the teacher's frozen head, in the dtype of ``teacher_hidden``.
+
+    Footgun: this must be a class that FSDP2 does not look into. It casts every floating tensor that it finds in a
+    module's inputs to its parameter dtype, also in tuples, lists, dicts and dataclasses; here that would round the
+    scale and an fp32 teacher's hidden states to bf16.
     """
 
-    labels: Tensor
-    """[B, S] int64, the next token of each position, IGNORE_INDEX where a position does not count."""
-    objective: Objective
-    """Weights, temperature and chunk size."""
-    scale: Tensor | float = 1.0
-    """The loss is multiplied by it, for instance 1 / valid tokens of the global batch."""
-    teacher_hidden: Tensor | None = None
-    """[N, D_t], the teacher's final, normed hidden states at the N valid positions, in row-major order."""
-    teacher_head: Tensor | None = None
-    """[V, D_t], the teacher's frozen head, in the dtype of ``teacher_hidden``."""
+    def __init__(
+        self,
+        labels: Tensor,
+        objective: Objective,
+        scale: Tensor | float = 1.0,
+        teacher_hidden: Tensor | None = None,
+        teacher_head: Tensor | None = None,
+    ) -> None:
+        self.labels = labels
+        self.objective = objective
+        self.scale = scale
+        self.teacher_hidden = teacher_hidden
+        self.teacher_head = teacher_head
 
 
 class DistillationHead(nn.Linear):

@@ -146,7 +146,7 @@ class JsonlReader(TextReader):
         for file in self._files:
             if 0 <= config.max_documents <= len(self):
                 break
-            offsets.append(self._line_offsets(file, max(-1, config.max_documents - len(self))))
+            offsets.append(self._line_offsets(file, config.max_documents))
             self._ends.append(len(self) + len(offsets[-1]))
         self._offsets = np.concatenate(offsets)
         self._open = _OpenPerProcess(partial(open, mode="rb"))

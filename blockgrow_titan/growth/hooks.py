@@ -90,7 +90,9 @@ def load_hooks(hook_classes: tuple[type[PhaseHook], ...], extra: list[str]) -> l
         try:
             hook = getattr(importlib.import_module(module), name)()
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f'growth.hooks has "{entry}", which must be "module:Class" of a phase hook: {error}') from error
+            raise ValueError(
+                f'growth.hooks has "{entry}", which must be "module:Class" of a phase hook: {error}'
+            ) from error
         if not (callable(getattr(hook, "before_phase", None)) and callable(getattr(hook, "after_phase", None))):
             raise ValueError(f'growth.hooks has "{entry}", which lacks before_phase or after_phase (see PhaseHook)')
         hooks.append(hook)

@@ -121,7 +121,9 @@ def read_manifest(folder: str) -> dict[str, Any]:
             f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: set job.dump_folder to another folder"
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): delete {folder} to resume from the one before") from error
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): delete {folder} to resume from the one before"
+        ) from error
 
 
 def check_config(saved: dict[str, Any], job_config: JobConfig, folder: str) -> None:

@@ -26,6 +26,21 @@ class DataParallelDims(ParallelDims):
         return True
 
 
+def data_parallel_dims(job_config: JobConfig, world_size: int) -> DataParallelDims:
+    """The mesh of ``[parallelism]`` over the student's ``world_size`` ranks."""
+    config = job_config.parallelism
+    return DataParallelDims(
+        dp_shard=config.data_parallel_shard_degree,
+        dp_replicate=config.data_parallel_replicate_degree,
+        cp=config.context_parallel_degree,
+        tp=config.tensor_parallel_degree,
+        pp=config.pipeline_parallel_degree,
+        ep=config.expert_parallel_degree,
+        etp=config.expert_tensor_parallel_degree,
+        world_size=world_size,
+    )
+
+
 def parallelize_block_stack(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Apply activation checkpointing, torch.compile per layer and FSDP2 (HSDP with replicas), in this order.
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, fields, replace
 
-from blockgrow_titan.job_config import JobConfig
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 from blockgrow_titan.growth.schedule import Phase, schedule_of
+from blockgrow_titan.job_config import JobConfig
 
 DENSE_SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 

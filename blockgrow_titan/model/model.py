@@ -25,6 +25,8 @@ class BlockStackModel(ModelProtocol):
             know it before it shards.
     """
 
+    rope_cache: torch.Tensor
+
     def __init__(self, model_args: BlockStackArgs) -> None:
         super().__init__(model_args)
         self.model_args = model_args

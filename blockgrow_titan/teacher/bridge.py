@@ -11,6 +11,8 @@ What arrives goes to the rank's ``Inbox``. A lost peer, an ERROR or a malformed 
 receiving thread, since torchrun ends the survivors within a second, and is raised to whoever reads the inbox.
 """
 
+import atexit
+import contextlib
 import queue
 import re
 import threading
@@ -39,7 +41,7 @@ from blockgrow_titan.teacher.messages import (
 from blockgrow_titan.teacher.worlds import STUDENT, World
 
 FOREVER = timedelta(days=365)
-HEADER_TAG, PAYLOAD_TAG = 0, 1
+HEADER_TAG, PAYLOAD_TAG, NO_TAG = 0, 1, 2
 LAST_WORDS_SECONDS = 5.0
 MIN_HEARTBEAT_LIMIT = 10.0  # heartbeats come about every second; a busy machine may delay one
 
@@ -96,7 +98,7 @@ class Inbox:
         except queue.Empty:
             message = None
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # not the frames of the thread that met it
         return message
 
 
@@ -132,6 +134,7 @@ class Pair:
         self._receiver = threading.Thread(target=self._receive_all, name=f"receive {name}", daemon=True)
         self._sender.start()
         self._receiver.start()
+        atexit.register(self.close)  # a thread that wakes while the interpreter ends would abort the process
 
     @property
     def ended(self) -> bool:
@@ -158,22 +161,31 @@ class Pair:
         """Send STOP and wait for the peer's reply, which does not depend on what the peer is busy with."""
         self._send(Header(Kind.STOP), None, last=True)
         self.join(timeout)
+        self.close()
 
     def fail(self, text: str) -> None:
-        """Send ERROR, why this rank ends; ``tell_failure`` waits until it is out."""
+        """Send ERROR, why this rank ends; the peer replies with STOP. ``tell_failure`` waits for that."""
         data = bytearray(text.encode()[:MAX_TEXT_BYTES]) or bytearray(b"no reason given")
         payload = torch.frombuffer(data, dtype=torch.uint8)
         self._send(Header(Kind.ERROR, 0, payload.dtype, tuple(payload.shape)), payload, last=True)
         self._outbox.put(None)
 
-    def flush(self, timeout: float) -> None:
-        """Wait until everything is sent, after ``fail``."""
-        self._sender.join(timeout)
-
     def join(self, timeout: float) -> None:
         """Wait for both threads, which end after STOP has gone both ways."""
-        self._receiver.join(timeout)
-        self._sender.join(timeout)
+        deadline = time.monotonic() + timeout
+        for thread in (self._receiver, self._sender):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """End both threads, whatever the peer does; messages under way may be lost. Safe to call again."""
+        with self._lock:
+            self._ending = True
+        self._outbox.put(None)
+        if self._receiver.is_alive() or self._sender.is_alive():
+            with contextlib.suppress(RuntimeError):  # a receive that times out closes the pair: here that is the point
+                self._group.recv([torch.empty(1)], self._their_end, NO_TAG).wait(timedelta(milliseconds=1))
+            self.join(LAST_WORDS_SECONDS)
+        atexit.unregister(self.close)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -243,6 +255,8 @@ class Pair:
         """Nothing more comes from the peer; unless it is gone, it can still be told why (``fail``)."""
         with self._lock:
             expected, self._ending = self._ending, self._ending or gone
+        if isinstance(error, PeerFailed) and not expected:
+            self._outbox.put((Header(Kind.STOP), None))  # the reply that the peer waits for
         if expected or gone:
             self._outbox.put(None)
         if not expected:
@@ -291,7 +305,9 @@ def tell_failure(pairs: Sequence[Pair], text: str) -> None:
     for pair in pairs:
         pair.fail(text)
     for pair in pairs:
-        pair.flush(max(0.0, deadline - time.monotonic()))
+        pair.join(max(0.0, deadline - time.monotonic()))
+    for pair in pairs:
+        pair.close()
 
 
 def peer_of(world: World, rank: int) -> Peer:

@@ -78,6 +78,7 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
         raise
     for pair in pairs:
         pair.join(seconds)
+        pair.close()
     logger.info(f"Teacher rank {world.role_rank} is done: {served}")
     return served
 

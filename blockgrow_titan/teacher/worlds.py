@@ -159,8 +159,8 @@ def assign_device(
             raise ValueError(
                 f"{len(members)} {name} ranks on one machine need {len(members)} GPUs, but it has {num_devices}: "
                 f"NGPU = {local_world_size} with {layout.num_teachers} teacher rank(s) (teacher.ranks) would put two "
-                "ranks of one world on one GPU, which NCCL cannot do; only a student and a teacher rank may share one. Lower "
-                f"NGPU, or set --teacher.ranks so that neither world has more than {num_devices} rank(s) here"
+                "ranks of one world on one GPU, which NCCL cannot do; only a student and a teacher rank may share one. "
+                f"Lower NGPU, or set --teacher.ranks so that neither world has more than {num_devices} rank(s) here"
             )
     place = by_role[role].index(rank)
     return place if role == STUDENT else num_devices - 1 - place
@@ -199,13 +199,12 @@ class World:
     _thread: threading.Thread | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # A client connection of its own: a wait of another thread, or of a collective, never holds it up.
+        # A client connection of its own, for short calls only: no wait, of a collective say, ever holds it up.
         self._side_store = self.store.clone()  # type: ignore[attr-defined]
 
     def start_heartbeat(self) -> None:
         """Count up ``heartbeat/<global rank>`` in the store about every second, from a daemon thread."""
-        store = self.store.clone()  # type: ignore[attr-defined]
-        key = f"heartbeat/{self.global_rank}"
+        store, key = self._side_store, f"heartbeat/{self.global_rank}"
 
         def beat() -> None:
             try:

@@ -43,7 +43,7 @@ def randomize_norms(model: nn.Module, seed: int = 0) -> None:
     """Give every norm weights other than one, so that a test can tell where it stands."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for param in model.parameters():
             if param.ndim == 1:
                 param.copy_(1 + 0.3 * torch.randn(param.shape, generator=generator))
 

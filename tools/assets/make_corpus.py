@@ -1,9 +1,9 @@
 """Write the bundled corpus from a folder with ``austen_train.jsonl`` and ``austen_validation.jsonl`` in book order.
 
-The trainer takes documents in file order and never shuffles. The source's train split goes book by book, so a run would
-end on whichever book comes last; this script writes it in a fixed mixed order instead: the lines sorted by the SHA-256
-of the seed and the line, which is the same on every machine. Lines are copied byte for byte, and the validation split keeps
-its order.
+The trainer takes documents in file order and never shuffles. The source's train split goes book by book, so a run
+would end on whichever book comes last; this script writes it in a fixed mixed order instead: the lines sorted by the
+SHA-256 of the seed and the line, which is the same on every machine. Lines are copied byte for byte, and the validation
+split keeps its order.
 
 Run from the repository's root::
 
