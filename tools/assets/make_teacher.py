@@ -114,6 +114,7 @@ def write_folder(out: Path, model: BlockStackModel) -> None:
     tensors = BlockStackStateDictAdapter(args).to_hf(model.state_dict())
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "tokenizer" / name, out / name)
     size = (out / "model.safetensors").stat().st_size
