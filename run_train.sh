@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one job: sets up the Python environment on first use, then starts torchrun. `./run_train.sh --help` says more.
+# Trains one job: sets up the Python environment on first use, then starts torchrun (tools/launch.py). `./run_train.sh --help` says more.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -77,7 +77,7 @@ if [ -n "${COMM_MODE:-}" ]; then
     command=("$PYTHON" -m "$train_file" --job.config_file "$config_file"
         ${arguments[@]+"${arguments[@]}"} "--comm.mode=$COMM_MODE")
 else
-    command=("$PYTHON" -m torch.distributed.run "--nproc_per_node=$NGPU" --rdzv_backend c10d
+    command=("$PYTHON" "$root/tools/launch.py" "--nproc_per_node=$NGPU" --rdzv_backend c10d
         --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3
         -m "$train_file" --job.config_file "$config_file" ${arguments[@]+"${arguments[@]}"})
 fi

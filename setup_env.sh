@@ -47,7 +47,7 @@ run_pip() {
     echo "  $label"
     (
         while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-            echo "      $((SECONDS - start)) s: $(tail -n 1 "$log" | cut -c 1-90)"
+            echo "      $((SECONDS - start)) s: $(grep -oE '^ *(Collecting|Downloading|Installing) [^:]*' "$log" | tail -n 1)"
         done
     ) 9>&- &
     ticker=$!

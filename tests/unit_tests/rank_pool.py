@@ -6,9 +6,12 @@ spawning its own. The flow of a call of `RankPool.run`:
 1. The parent starts the ranks that are not there yet, and waits until they have imported torch and the package.
 2. It sends each rank the test function (by qualified name) and its arguments through a pipe. All ranks share one
    TCPStore, served by the parent; a job sees it under a prefix of its own.
-3. The rank calls `fn(rank, world_size, store, **kwargs)` with no default process group, puts process-wide state back
-   (`_restore`), and only then sends the result or the text of its traceback.
-4. A rank that dies, or does not answer in time, has the stacks of its threads written to its log and is killed; the
+3. The rank calls `fn(rank, world_size, store, **kwargs)` with no default process group and sends back the result or the
+   text of its traceback.
+4. Once every rank has answered, each puts its process-wide state back (`_restore`) and is ready for the next job. Not
+   before: a rank that destroys its group early would break peers that are still connecting to it. A rank that failed
+   does so at once, for that is what frees its peers from a collective that it will not join.
+5. A rank that dies, or does not answer in time, has the stacks of its threads written to its log and is killed; the
    next call starts a new one. Every other rank stays.
 
 Footgun: a test module is imported anew in each rank, so module-level state set by the test's own process is not there.
@@ -27,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -40,7 +43,7 @@ import torch.distributed as dist
 
 # The ranks share this machine's one loopback interface; a name look-up of the host may fail or be slow.
 _HOST = "127.0.0.1"
-_START_TIMEOUT = 180.0
+_READY_TIMEOUT = 180.0
 _LOG_LINES = 40
 
 
@@ -118,17 +121,14 @@ class RankPool:
             self._ranks[rank].connection.send_bytes(job)
         try:
             results, errors = self._collect(world_size, timeout, grace)
+            texts = [
+                f"---- rank {r} of {world_size}\n{text}{self._output(r, log_starts[r])}" for r, text in errors.items()
+            ]
+            self._release(world_size)
         except BaseException:  # Ctrl-C: answers of this job must not be taken for the next one's
             self.close()
             raise
         if errors:
-            texts = [
-                f"---- rank {rank} of {world_size}\n{text}{self._output(rank, log_starts[rank])}"
-                for rank, text in errors.items()
-            ]
-            for rank in errors:
-                if self._ranks[rank].process.exitcode is not None:
-                    del self._ranks[rank]
             raise RankError(f"{fn.__qualname__} failed in rank(s) {', '.join(map(str, errors))}\n" + "\n".join(texts))
         return [results[rank] for rank in range(world_size)]
 
@@ -160,8 +160,12 @@ class RankPool:
             process.start()
             there.close()
             self._ranks[rank] = _Rank(process, here, log)
-        deadline = time.monotonic() + _START_TIMEOUT
-        for number in range(world_size):
+        self._await_ready(range(world_size))
+
+    def _await_ready(self, numbers: Iterable[int]) -> None:
+        """Waits until these ranks can take a job. Raises RankError, and forgets the rank, if one does not get there."""
+        deadline = time.monotonic() + _READY_TIMEOUT
+        for number in numbers:
             rank = self._ranks[number]
             if rank.ready:
                 continue
@@ -170,11 +174,21 @@ class RankPool:
                     raise EOFError
                 rank.connection.recv_bytes()
                 rank.ready = True
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 output = self._output(number, 0)
                 self._kill({number})
                 del self._ranks[number]
-                raise RankError(f"rank {number} did not start\n{output}") from None
+                raise RankError(f"rank {number} did not get ready for a job\n{output}") from None
+
+    def _release(self, world_size: int) -> None:
+        """Forgets the ranks that died in a job and lets the others put their state back."""
+        alive = [rank for rank in range(world_size) if self._ranks[rank].process.exitcode is None]
+        for number in set(range(world_size)) - set(alive):
+            del self._ranks[number]
+        for number in alive:
+            self._ranks[number].ready = False
+            self._ranks[number].connection.send_bytes(b"all answered")
+        self._await_ready(alive)
 
     def _collect(self, world_size: int, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
         """Waits for the answers. Returns results by rank and error texts by rank, in the order of their arrival."""
@@ -207,8 +221,8 @@ class RankPool:
     def _kill(self, numbers: set[int]) -> None:
         """Kills ranks, after they have written the stacks of their threads to their logs."""
         for number in numbers:
-            if self._ranks[number].ready:
-                os.kill(self._ranks[number].process.pid, signal.SIGUSR1)  # see faulthandler in _serve
+            if self._ranks[number].ready:  # else the handler may not be there yet
+                os.kill(self._ranks[number].process.pid, signal.SIGUSR1)
         time.sleep(1.0)
         for number in numbers:
             self._ranks[number].process.kill()
@@ -236,30 +250,31 @@ def _serve(rank: int, connection: Connection, port: int, log: str) -> None:
     environment, folder = dict(os.environ), os.getcwd()
     gc.collect()
     gc.freeze()  # the imported modules are here to stay: later collections skip them
-    connection.send_bytes(b"ready")
     while True:
+        connection.send_bytes(b"ready")
         try:
             job = connection.recv_bytes()
         except EOFError:
             return
-        failure = ""
+        succeeded = False
         try:
             name, world_size, fn, kwargs = pickle.loads(job)
             _seed()
             # A client of its own for each job: a thread that a test left waiting on its store cannot block the next.
             store = dist.TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=60))
             answer = pickle.dumps((True, fn(rank, world_size, dist.PrefixStore(name, store), **kwargs)))
+            succeeded = True
         except BaseException:
-            failure = traceback.format_exc()
-            answer = pickle.dumps((False, failure))
+            answer = pickle.dumps((False, traceback.format_exc()))
         fn = kwargs = store = None
-        try:
+        if not succeeded:
             _restore(environment, folder)
-        except BaseException:  # what cannot be put back would leak into the next test: end this process
-            print(failure, file=sys.stderr)
-            traceback.print_exc()
-            os._exit(1)
         connection.send_bytes(answer)
+        try:
+            connection.recv_bytes()
+        except EOFError:
+            return
+        _restore(environment, folder)
 
 
 def _seed() -> None:
