@@ -47,7 +47,7 @@ def run(tmp_path: Path):
 
 
 TORCHRUN = (
-    "argv: -m torch.distributed.run --nproc_per_node={} --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
+    f"argv: {ROOT}/tools/launch.py --nproc_per_node={{}} --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
     "--local-ranks-filter {} --role rank --tee 3 -m {} --job.config_file {}"
 )
 
@@ -57,7 +57,7 @@ def test_defaults_and_overrides(run) -> None:
     assert TORCHRUN.format(2, 0, "blockgrow_titan.train", "a.toml") in lines
     assert "OMP_NUM_THREADS=1" in lines and f"PYTHONPATH={ROOT}" in lines
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines
-    assert lines[0].startswith("+ OMP_NUM_THREADS=1 python3 -m torch.distributed.run ")
+    assert lines[0].startswith(f"+ OMP_NUM_THREADS=1 python3 {ROOT}/tools/launch.py ")
     lines = run(
         "--training.steps", "1", "a b",
         CONFIG_FILE="b.toml", NGPU="3", LOG_RANK="0,2", TRAIN_FILE="my.train", CORES="8", PYTHONPATH="/x",
