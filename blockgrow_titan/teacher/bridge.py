@@ -118,7 +118,7 @@ class Pair:
         self, world: World, peer: Peer, limits: Limits, inbox: Inbox, device: torch.device, timeout: timedelta
     ) -> None:
         self.peer, self.me = peer, Peer(world.role, world.role_rank, world.global_rank, world.host)
-        self.limits, self.inbox, self.device = limits, inbox, device
+        self.world, self.limits, self.inbox, self.device = world, limits, inbox, device
         student, teacher = (self.me, peer) if world.role == STUDENT else (peer, self.me)
         name = f"{student.role_rank}-{teacher.role_rank}"
         self._their_end = 1 if world.role == STUDENT else 0
@@ -246,9 +246,12 @@ class Pair:
         try:
             self._group.recv([buffer], self._their_end, tag).wait(FOREVER)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error) from None
 
     def _lost(self, error: RuntimeError) -> PeerLost:
+        with contextlib.suppress(RuntimeError):  # the job's store may be gone too
+            if (text := self.world.failure_of(self.peer.global_rank)) is not None:
+                return PeerLost(f"{self.me} lost {self.peer}, which failed: {text}")
         return PeerLost(f"{self.me} lost {self.peer}: {_cause(error)}")
 
     def _broken(self, error: BridgeError, gone: bool) -> None:

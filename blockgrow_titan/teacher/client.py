@@ -250,10 +250,13 @@ def build_teacher_client(job_config: Any, world: World, device: torch.device) ->
     """
     if not job_config.teacher.path:
         return None
-    if world.layout.num_teachers and job_config.comm.mode not in DRY_RUN_MODES:
-        files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
+    files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
+    dry_run = job_config.comm.mode in DRY_RUN_MODES
+    if world.layout.num_teachers and not dry_run:
         return SeparateTeacher(job_config, world, files, device)
-    if world.layout.num_teachers:
-        logger.info(f"Dry run (comm.mode = {job_config.comm.mode}): no teacher rank exists, so the teacher runs here")
-    teacher = load_teacher(job_config, world, device)
-    return ColocatedTeacher(TeacherFiles(resolve(job_config.teacher.path, "teacher.path")), teacher)
+    if dry_run:
+        logger.info(
+            f"Dry run (comm.mode = {job_config.comm.mode}): there are no other ranks, the teacher runs here, whole"
+        )
+    shard_degree = 1 if dry_run else job_config.teacher.shard_degree
+    return ColocatedTeacher(files, load_teacher(files, job_config, world, device, shard_degree))

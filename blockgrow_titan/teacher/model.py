@@ -142,7 +142,7 @@ class TeacherFiles:
     def _handle(self, name: str) -> Any:
         file = self._file_of.get(name)
         handle = None if file is None else self._open(file)
-        if handle is None or name not in handle.keys():  # noqa: SIM118  (a handle is no dict)
+        if handle is None or name not in handle.keys():  # a handle is no dict
             where = self.folder if file is None else os.path.join(self.folder, file)
             raise ValueError(f"the teacher's tensor {name} is missing in {where}; download the teacher again")
         return handle

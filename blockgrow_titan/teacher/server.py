@@ -57,9 +57,10 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
     """
     pairs: list[Pair] = []
     try:
-        teacher = load_teacher(job_config, world, device)
+        files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
+        teacher = load_teacher(files, job_config, world, device, job_config.teacher.shard_degree)
         students = [world.layout.global_rank(STUDENT, s) for s in world.layout.students_of(world.role_rank)]
-        limits = Limits.of_job(job_config, teacher.model.model_args)
+        limits = Limits.of_job(job_config, files.args)
         seconds = job_config.teacher.timeout_seconds
         timeouts = (seconds, max(seconds, job_config.comm.init_timeout_seconds))
         control = _control_group(world, job_config.teacher.shard_degree)
@@ -83,15 +84,16 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
     return served
 
 
-def load_teacher(job_config: Any, world: World, device: torch.device) -> TeacherModel:
-    """The teacher of ``teacher.path`` on this rank, sharded by ``teacher.shard_degree``. Collective over the role."""
-    files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
+def load_teacher(
+    files: TeacherFiles, job_config: Any, world: World, device: torch.device, shard_degree: int
+) -> TeacherModel:
+    """The teacher on this rank, one copy to ``shard_degree`` ranks. If that is above 1, all ranks of the role must call."""
     return build_teacher(
         files,
         dtype=teacher_dtype(job_config),
         device=device,
         max_seq_len=job_config.training.seq_len,
-        mesh=shard_mesh(world.role_size, job_config.teacher.shard_degree),
+        mesh=shard_mesh(world.role_size, shard_degree),
     )
 
 

@@ -218,6 +218,9 @@ def _fault(rank: int, world_size: int, store: dist.Store, dump_folder: str, faul
     store.add("done", 1)
     while store.add("done", 0) < world_size:
         threading.Event().wait(0.01)
+    for pair in pairs:
+        pair.close()
+        assert not pair._sender.is_alive() and not pair._receiver.is_alive()
     world.close()
     logger.removeHandler(handler)
     return {"raised": raised, "logged": _logged(records)}
@@ -245,6 +248,29 @@ def test_faults_name_their_pair(rank_pool, tmp_path, fault, kind, words):
         assert report["logged"] == [text.removeprefix(f"{kind}: ")]
     if fault != "failure":  # the first teacher's text, whichever that is
         assert student["raised"][0].startswith("PeerFailed: teacher rank ") and words[-1] in student["raised"][0]
+
+
+def _close(rank: int, world_size: int, store: dist.Store, dump_folder: str) -> tuple[list[bool], str]:
+    """Rank 0 closes its end while rank 1 says nothing. Threads alive at this end, and what its inbox raises."""
+    world, (pair,), inbox = _pairs(rank, WorldLayout(1, 1), store, dump_folder)
+    error = ""
+    if rank == 0:
+        pair.close()
+        pair.send_request(0, torch.tensor([1]), torch.tensor([1]))  # goes nowhere
+    else:
+        try:
+            _next(inbox)
+        except PeerLost as lost:
+            error = str(lost)
+        pair.close()
+    world.close()
+    return [pair._sender.is_alive(), pair._receiver.is_alive()], error
+
+
+def test_close_ends_the_threads_whatever_the_peer_does(rank_pool, tmp_path):
+    (first_threads, nothing), (second_threads, error) = rank_pool.run(_close, 2, dump_folder=str(tmp_path))
+    assert first_threads == second_threads == [False, False] and nothing == ""
+    assert error.startswith("teacher rank 0 (global rank 1") and "lost student rank 0 (global rank 0" in error
 
 
 def _failed_before_connecting(rank: int, world_size: int, store: dist.Store, dump_folder: str) -> str:

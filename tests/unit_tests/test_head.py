@@ -1,11 +1,12 @@
 """The head: what it selects, what it returns, and how it behaves inside other machinery."""
 
-import dataclasses
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_leaves
 
 from blockgrow_titan.distill.head import DistillationHead, LossTargets
@@ -31,6 +32,12 @@ def make_batch(seed: int = 0, lengths: list[int] = LENGTHS) -> tuple[Tensor, Los
     teacher_hidden = torch.randn(sum(lengths), TEACHER_DIM, generator=g)
     teacher_head = torch.randn(VOCAB, TEACHER_DIM, generator=g)
     return hidden, LossTargets(labels, OBJECTIVE, 1 / 19, teacher_hidden, teacher_head)
+
+
+def replace(targets: LossTargets, **changes: Tensor | None) -> LossTargets:
+    changed = copy.copy(targets)
+    vars(changed).update(changes)
+    return changed
 
 
 def reference(head: DistillationHead, hidden: Tensor, targets: LossTargets) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -120,7 +127,7 @@ def test_one_batch_equals_its_documents_one_by_one() -> None:
     grad, head.weight.grad = head.weight.grad, None
     parts = []
     for b, teacher_hidden in enumerate(targets.teacher_hidden.split(LENGTHS)):
-        one = dataclasses.replace(targets, labels=targets.labels[b : b + 1], teacher_hidden=teacher_hidden)
+        one = replace(targets, labels=targets.labels[b : b + 1], teacher_hidden=teacher_hidden)
         parts.append(head(hidden[b : b + 1], one))
         parts[-1].loss.backward()
     for name in LossSums._fields:
@@ -143,11 +150,17 @@ def test_no_grad_and_frozen_weight() -> None:
     assert relative(hidden.grad, reference(head, hidden, targets)[1]) < 1e-5
 
 
-def test_targets_are_one_leaf_that_no_cast_reaches() -> None:
+def test_no_cast_of_fsdp_reaches_the_targets() -> None:
     _, targets = make_batch()
-    assert tree_leaves((targets, {"targets": targets})) == [targets, targets]
-    sums = LossSums(*torch.zeros(4))
-    assert len(tree_leaves(sums)) == 4  # but the loss is found in the output
+    args, kwargs = _apply_to_tensors(lambda t: t.to(torch.bfloat16), ((targets,), {"targets": targets}))
+    assert args[0] is targets and kwargs["targets"] is targets
+    assert targets.teacher_hidden.dtype == torch.float32
+
+
+def test_fsdp_finds_the_loss_in_the_output() -> None:
+    head = make_head()
+    hidden, targets = make_batch()
+    assert [leaf.requires_grad for leaf in tree_leaves(head(hidden, targets))] == [True, False, False, False]
 
 
 def test_compiling_around_the_head_leaves_it_eager() -> None:
@@ -182,8 +195,8 @@ def test_labels_and_teacher_must_fit() -> None:
     head = make_head()
     hidden, targets = make_batch()
     with pytest.raises(ValueError, match="labels are \\[3, 6\\] and hidden states \\[3, 7, 8\\]"):
-        head(hidden, dataclasses.replace(targets, labels=targets.labels[:, 1:]))
+        head(hidden, replace(targets, labels=targets.labels[:, 1:]))
     with pytest.raises(ValueError, match="must have 14 rows"):
-        head(hidden, dataclasses.replace(targets, teacher_hidden=targets.teacher_hidden[1:]))
+        head(hidden, replace(targets, teacher_hidden=targets.teacher_hidden[1:]))
     with pytest.raises(ValueError, match="there is no teacher"):
-        head(hidden, dataclasses.replace(targets, teacher_hidden=None, teacher_head=None))
+        head(hidden, replace(targets, teacher_hidden=None, teacher_head=None))

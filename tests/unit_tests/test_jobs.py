@@ -10,7 +10,9 @@ from tests.unit_tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize(("world_size", "teacher_ranks"), [(1, 0), (2, 1), (2, 0), (3, 1)])
-def test_a_growing_job(rank_pool: RankPool, workspace: Path, tmp_path: Path, world_size: int, teacher_ranks: int) -> None:
+def test_a_growing_job(
+    rank_pool: RankPool, workspace: Path, tmp_path: Path, world_size: int, teacher_ranks: int
+) -> None:
     args = arguments(workspace, tmp_path, teacher__ranks=teacher_ranks, training__local_batch_size=2)
     events = rank_pool.run(run_job, world_size, args=args)[0]
     assert [e["step"] for e in train_events(events)] == [1, 2, 3, 4, 5, 6]
