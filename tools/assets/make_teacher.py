@@ -6,7 +6,7 @@ is part of what users get; write the model card from those figures and the n-gra
 
 Run from the repository's root::
 
-    ./run_train.sh --job.config_file train_configs/teacher.toml
+    NGPU=1 ./run_train.sh --job.config_file train_configs/teacher.toml
     python -m tools.assets.make_teacher --run outputs/teacher
 """
 
@@ -39,12 +39,13 @@ A Qwen3 of {layers} layers, hidden size {dim}, {parameters:,} parameters (embedd
 by this project on the train split of the bundled corpus (`../corpus`) with the bundled tokenizer (`../tokenizer`). It is
 a small stand-in for a real teacher: good enough to distil from in minutes on a laptop.
 
-    ./run_train.sh --job.config_file train_configs/teacher.toml
+    NGPU=1 ./run_train.sh --job.config_file train_configs/teacher.toml
     python -m tools.assets.make_teacher --run outputs/teacher
 
 | | |
 |---|---|
 | seed | {seed} |
+| step time, summed over the run | {minutes:.0f} minutes on one CPU core |
 | global batch | {global_batch} documents, each cut to {seq_len} tokens |
 | checkpoint | step {step} of {total_steps}, the best by validation of the {candidates} that were kept |
 | seen until then | {documents:,} documents ({epochs:.1f} passes), {tokens:,} predicted tokens |
@@ -173,6 +174,7 @@ def main() -> None:
         dim=model.model_args.dim,
         parameters=sum(p.numel() for p in model.parameters()),
         seed=config["debug.seed"],
+        minutes=sum(event["step_s"] for event in events if event["event"] == "train") / 60,
         global_batch=config["training.global_batch_size"],
         seq_len=seq_len,
         step=best["step"],
