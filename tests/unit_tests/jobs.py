@@ -180,7 +180,10 @@ def open_trainer(rank: int, world_size: int, store: dist.Store, args: list[str])
     layout = WorldLayout.plan(world_size, job_config.teacher.ranks, bool(job_config.teacher.path))
     world = join_world(job_config, layout, store, rank)
     if world.role != STUDENT:
-        serve(job_config, world, torch.device("cpu"))
+        try:
+            serve(job_config, world, torch.device("cpu"))
+        finally:
+            world.close()
         return None
     return GrowthTrainer(job_config, world)
 
