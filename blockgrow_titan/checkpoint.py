@@ -101,6 +101,8 @@ class GrowthCheckpointManager(CheckpointManager):
         if dist.get_rank() == 0:
             write_manifest(self._create_checkpoint_id(curr_step), self.manifest)
         super().save(curr_step, last_step)
+        if last_step:
+            self._purge_stale_checkpoints()  # torchtitan's returns before that
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:

@@ -8,6 +8,7 @@ supported.
 
 import dataclasses
 import difflib
+import importlib
 import json
 import os
 import tomllib
@@ -18,11 +19,13 @@ from typing import Any, Literal
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import device_type
 
 from blockgrow_titan.documents.readers import RECORD_READERS
 from blockgrow_titan.documents.source import ON_BAD_DOCUMENT
 from blockgrow_titan.growth import schedule as growth_schedule
+from blockgrow_titan.growth.hooks import load_hooks
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import FLAVORS, BlockStackArgs
 from blockgrow_titan.model.placement import PLACEMENTS
@@ -30,6 +33,7 @@ from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.model import TeacherFiles
 
 TEACHER_DTYPES = ("bfloat16", "float32")
+OPTIMIZERS = ("Adam", "AdamW")  # what torchtitan's builder knows
 CONFIG_MODULE = '"blockgrow_titan.job_config"'
 PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents")
 
@@ -63,8 +67,11 @@ class GrowthConfigManager(ConfigManager):
     def _dict_to_dataclass(self, cls: Any, data: dict[str, Any]) -> Any:
         if not dataclasses.is_dataclass(cls):
             return data
-        names = [f.name for f in dataclasses.fields(cls)]
-        for name in data:
+        types_of = {f.name: f.type for f in dataclasses.fields(cls)}
+        names = list(types_of)
+        for name, value in data.items():
+            if dataclasses.is_dataclass(types_of.get(name)) and not isinstance(value, dict):
+                raise ValueError(f"the config has {name} = {value!r}; it must be a section, [{name}]")
             if name not in names:
                 section = getattr(cls, "__name__", "").removeprefix("Merged")
                 near = difflib.get_close_matches(name, names, n=1)
@@ -112,9 +119,35 @@ def check_config(job_config: JobConfig) -> None:
     if job_config.growth.start_phase != 0:
         raise ValueError("growth.start_phase is not a setting: remove it; a run resumes at its checkpoint's phase")
     growth_schedule.schedule_of(job_config)
+    load_hooks((), job_config.growth.hooks)
+    _check_model(job_config)
     args = FLAVORS[job_config.model.flavor]
     tokenizer = _check_tokenizer(job_config, args)
     check_teacher(job_config, args, tokenizer)
+
+
+def _check_model(job_config: JobConfig) -> None:
+    """The train spec must be registered and growth-aware, the documents' files must be there."""
+    module, name = job_config.experimental.custom_import, job_config.model.name
+    try:
+        if module:
+            importlib.import_module(module)
+        spec = get_train_spec(name)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f'model.name is "{name}" and experimental.custom_import is "{module}": {error}. This plugin\'s are '
+            '"qwen3_block_stack" and "blockgrow_titan"'
+        ) from None
+    if not hasattr(spec, "phase_hooks"):
+        raise ValueError(
+            f'model.name is "{name}", whose train spec cannot grow: use "qwen3_block_stack" or a GrowthTrainSpec'
+        )
+    sections = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation
+    for section, values in sections.items():
+        if values.dataset != "datasets":  # that kind may name a data set on the hub
+            resolve(values.dataset_path or "", f"{section}.dataset_path")
 
 
 def _matches(value: Any, kind: Any) -> bool:
@@ -210,6 +243,7 @@ def _check_values(job_config: JobConfig) -> None:
     _one_of("growth.data_at_growth", growth.data_at_growth, growth_schedule.DATA_AT_GROWTH)
     _one_of("growth.new_block_init", growth.new_block_init, growth_schedule.NEW_BLOCK_INIT)
     _one_of("teacher.dtype", teacher.dtype, TEACHER_DTYPES)
+    _one_of("optimizer.name", job_config.optimizer.name, OPTIMIZERS)
     _one_of("documents.on_bad_document", documents.on_bad_document, ON_BAD_DOCUMENT)
     _one_of("training.dataset", job_config.training.dataset, list(RECORD_READERS))
     least = {

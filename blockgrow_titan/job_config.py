@@ -16,11 +16,15 @@ else:
     TitanJobConfig = TitanCheckpoint = object
 
 
+class ConfigError(Exception):
+    """A mistake of the user's; its text is all that the console shows."""
+
+
 @dataclass
 class Checkpoint(TitanCheckpoint):
     last_save_model_only: bool = False
     """
-    As in torchtitan, but off by default: the last step's checkpoint can be resumed, e.g. into a longer run's folder.
+    As in torchtitan, but off by default, so that the last step's checkpoint is as whole as the others.
     """
 
 

@@ -26,6 +26,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+_ENVELOPE = ("step", "phase", "active_blocks", "active_layers")  # in every event
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,19 @@ class GrowthMetricsProcessor(MetricsProcessor):
             file.writelines(json.dumps(event) + "\n" for event in events)
         os.replace(f"{self.path}.tmp", self.path)
         self.file = open(self.path, "a", buffering=1)
-        self.logger = _build_loggers(self.job_config, purge_step=step + 1)
+        # The validations before and after growth share a step, but only the first is kept: purge that step too, and give
+        # the loggers what was kept of it.
+        self.logger = _build_loggers(self.job_config, purge_step=step)
+        for event in events:
+            kind = event["event"]
+            if event["step"] == step and (kind == "validation" or (kind == "train" and self.should_log(step))):
+                values = {
+                    f"{kind}/{k}": v for k, v in event.items() if isinstance(v, int | float) and k not in _ENVELOPE
+                }
+                self.logger.log(values, step)
         if step > 0:
+            if not any(event["event"] == "checkpoint" and event["step"] == step for event in events):
+                self._write("checkpoint", step)  # the run was killed between the save and its line
             self._write("resume", step)
 
     def _write(self, event: str, step: int, **fields: Any) -> None:

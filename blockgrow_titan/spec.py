@@ -9,7 +9,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from blockgrow_titan.distill.objective import Objective
 from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
-from blockgrow_titan.documents.source import build_source
+from blockgrow_titan.documents.source import source_of
 from blockgrow_titan.growth.hooks import PHASE_HOOKS, PhaseHook
 from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.job_config import JobConfig
@@ -56,21 +56,12 @@ def build_document_dataloader(
     ``training.global_batch_size`` is what the user configured, not torchtitan's multiple of the ranks: the sampler deals
     exactly that many documents.
     """
-    documents, training = job_config.documents, job_config.training
-    source = build_source(
-        training.dataset,
-        training.dataset_path or "",
-        tokenizer,
-        text_column=documents.text_column,
-        end_of_document=documents.end_of_document,
-        seq_len=training.seq_len,
-        shard_documents=documents.shard_documents,
-        on_bad_document=documents.on_bad_document,
-    )
+    training = job_config.training
+    source = source_of(job_config, tokenizer, "train")
     schedule = schedule_of(job_config)
     return DocumentDataLoader(
         source,
-        Collator(source.end_of_document_id, documents.pad_to_multiple_of),
+        Collator(source.end_of_document_id, job_config.documents.pad_to_multiple_of),
         offset_of_step=schedule.data_offset,
         last_step=schedule.total_steps,
         global_batch_size=training.global_batch_size,

@@ -19,15 +19,11 @@ from torchtitan.tools.logging import init_logger, logger  # isort: skip
 from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
 from blockgrow_titan.checks import check_config, parse_config
 from blockgrow_titan.growth.manifest import read_manifest
-from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.job_config import ConfigError, JobConfig
 from blockgrow_titan.metrics import closing_table, write_summary
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
 
 CONFIG_ERROR_STATUS = 2
-
-
-class ConfigError(Exception):
-    """A mistake of the user's; its text is all that the console shows."""
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import Objective
 from blockgrow_titan.documents.batches import Collator, validation_batches
-from blockgrow_titan.documents.source import build_source
+from blockgrow_titan.documents.source import source_of
 from blockgrow_titan.growth.schedule import GrowthSchedule
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.metrics import GrowthMetricsProcessor, perplexity
@@ -58,19 +58,8 @@ class GrowthValidator(BaseValidator):
         device: torch.device,
     ) -> None:
         super().__init__(job_config)
-        documents = job_config.documents
-        self.source = build_source(
-            job_config.validation.dataset,
-            job_config.validation.dataset_path or "",
-            tokenizer,
-            text_column=documents.text_column,
-            end_of_document=documents.end_of_document,
-            seq_len=job_config.validation.seq_len,
-            on_bad_document=documents.on_bad_document,
-            split="validation",
-            field="validation.dataset_path",
-        )
-        self.collate = Collator(self.source.end_of_document_id, documents.pad_to_multiple_of)
+        self.source = source_of(job_config, tokenizer, "validation")
+        self.collate = Collator(self.source.end_of_document_id, job_config.documents.pad_to_multiple_of)
         self.batches = validation_batches(
             len(self.source), dp_rank, dp_world_size, job_config.validation.local_batch_size
         )

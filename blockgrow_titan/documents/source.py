@@ -15,6 +15,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
 from blockgrow_titan.documents.readers import RECORD_READERS, BadDocumentError, ReaderConfig, RecordReader
+from blockgrow_titan.job_config import ConfigError, JobConfig
 
 ON_BAD_DOCUMENT = ("stop", "skip")
 
@@ -97,6 +98,36 @@ class DocumentSource(Dataset[list[int]]):
             except BadDocumentError as error:
                 errors.append(error)
         raise BadDocumentError(f"all of the first {len(errors)} documents are bad. {errors[0]}")
+
+
+def source_of(job_config: JobConfig, tokenizer: HuggingFaceTokenizer, split: str) -> DocumentSource:
+    """The documents of a job's config.
+
+    Args:
+        job_config: The job's config.
+        tokenizer: torchtitan's tokenizer.
+        split: "train" for ``[training]`` and ``documents.shard_documents``, "validation" for all of ``[validation]``.
+
+    Raises:
+        ConfigError: For every reason of ``build_source``.
+    """
+    documents = job_config.documents
+    name, section = ("training", job_config.training) if split == "train" else ("validation", job_config.validation)
+    try:
+        return build_source(
+            section.dataset,
+            section.dataset_path,
+            tokenizer,
+            text_column=documents.text_column,
+            end_of_document=documents.end_of_document,
+            seq_len=section.seq_len,
+            shard_documents=documents.shard_documents if split == "train" else -1,
+            on_bad_document=documents.on_bad_document,
+            split=split,
+            field=f"{name}.dataset_path",
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_source(

@@ -1,0 +1,118 @@
+"""The growth manifest: which fields it pins, what it says of each phase, and how it travels through a file."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockgrow_titan.checks import parse_config
+from blockgrow_titan.growth.manifest import (
+    TRAJECTORY_FIELDS,
+    build_manifest,
+    check_config,
+    read_manifest,
+    trajectory_config,
+    write_manifest,
+)
+from blockgrow_titan.growth.schedule import schedule_of
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.model.args import FLAVORS
+from blockgrow_titan.model.model import BlockStackModel
+from tests.unit_tests.jobs import arguments, without_teacher
+
+# Fields of the same sections that change how fast a run goes or what it says, never what it trains.
+FREE = {
+    "growth.start_phase",
+    "distill.chunk_tokens",
+    "teacher.ranks",
+    "teacher.shard_degree",
+    "teacher.prefetch",
+    "teacher.timeout_seconds",
+    "documents.pad_to_multiple_of",
+    "optimizer.implementation",
+    "optimizer.early_step_in_backward",
+}
+WHOLE_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents", "optimizer", "lr_scheduler")
+
+
+def parsed(workspace: Path, **overrides: Any) -> JobConfig:
+    return parse_config(arguments(workspace, workspace / "never_made", **overrides))
+
+
+def manifest_of(job_config: JobConfig) -> dict[str, Any]:
+    args = FLAVORS[job_config.model.flavor]
+    args.update_from_config(job_config)
+    return build_manifest(job_config, schedule_of(job_config), args, BlockStackModel)
+
+
+def test_every_field_is_pinned_or_free(workspace: Path) -> None:
+    """A field that is added to a section must be put on one of the two lists."""
+    job_config = parsed(workspace)
+    pinned = set(trajectory_config(job_config))  # raises if a field does not exist
+    assert len(pinned) == sum(len(names) for names in TRAJECTORY_FIELDS.values()) and not pinned & FREE
+    fields = {
+        f"{section}.{field.name}"
+        for section in WHOLE_SECTIONS
+        for field in dataclasses.fields(getattr(job_config, section))
+    }
+    assert fields == {name for name in pinned | FREE if name.split(".")[0] in WHOLE_SECTIONS}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trainable"),
+    [
+        ({}, ["0 boundary", "0 1 boundary", "0 1 2 boundary"]),
+        ({"growth__freeze": "completed_blocks"}, ["0 boundary", "1 boundary", "2 boundary"]),
+        ({"growth__freeze": "completed_blocks", "growth__train_boundary": False}, ["0 boundary", "1", "2"]),
+        (without_teacher(), ["0 boundary embedding", "0 1 boundary embedding", "0 1 2 boundary embedding"]),
+    ],
+)
+def test_trainable_fqns_of_each_phase(workspace: Path, overrides: dict[str, Any], trainable: list[str]) -> None:
+    growth = {"growth__phase_steps": [2, 2, 2], "growth__active_blocks": [1, 2, 3], "block_stack__layers_per_block": 2}
+    manifest = manifest_of(parsed(workspace, **growth, **overrides))
+    assert manifest["layers_of_block"] == {"0": [0, 1], "1": [2, 3], "2": [4, 5]}
+    assert [(p["index"], p["first_step"], p["last_step"]) for p in manifest["phases"]] == [
+        (0, 1, 2),
+        (1, 3, 4),
+        (2, 5, 6),
+    ]
+    weights = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "attention.q_norm", "attention.k_norm")
+    weights += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "attention_norm", "ffn_norm")
+    for phase, parts in zip(manifest["phases"], trainable, strict=True):
+        blocks = [int(part) for part in parts.split() if part.isdigit()]
+        expected = {f"layers.{2 * b + i}.{w}.weight" for b in blocks for i in (0, 1) for w in weights}
+        expected |= {"output.weight", "norm.weight"} if "boundary" in parts else set()
+        expected |= {"tok_embeddings.weight"} if "embedding" in parts else set()
+        assert set(phase["trainable"]) == expected and len(phase["trainable"]) == len(expected)
+
+
+def test_round_trip(workspace: Path, tmp_path: Path) -> None:
+    job_config = parsed(workspace)
+    manifest = manifest_of(job_config)
+    write_manifest(str(tmp_path / "step-2"), manifest)
+    write_manifest(str(tmp_path / "step-2"), manifest)  # again, as a run that is resumed does
+    assert [path.name for path in (tmp_path / "step-2").iterdir()] == ["manifest.json"]
+    saved = read_manifest(str(tmp_path / "step-2"))
+    assert saved == manifest
+    check_config(saved, job_config, "step-2")
+
+
+def test_every_pinned_field_is_compared(workspace: Path) -> None:
+    job_config = parsed(workspace)
+    saved = manifest_of(job_config)
+    for name in saved["config"]:
+        other = copy.deepcopy(saved)
+        other["config"][name] = "another"
+        with pytest.raises(ValueError, match=f"step-2 was written .*: {name} was 'another' and is now "):
+            check_config(other, job_config, "step-2")
+    del other["config"][name]  # written by a version that did not know the field
+    with pytest.raises(ValueError, match=f"{name} was None and is now"):
+        check_config(other, job_config, "step-2")
+
+
+def test_the_order_of_hooks_and_lists_counts(workspace: Path) -> None:
+    job_config = parsed(workspace, growth__phase_steps=[2, 4])
+    with pytest.raises(ValueError, match=r"growth.phase_steps was \[2, 4\] and is now \[4, 2\]"):
+        check_config(manifest_of(job_config), parsed(workspace, growth__phase_steps=[4, 2]), "step-2")
