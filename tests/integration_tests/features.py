@@ -123,7 +123,7 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             test_name="grow_pre_finished",
             config="train_configs/grow_pre.toml",
             ngpu=3,
-            expect_failure="optimizer.lr was 0.001 and is now 0.5",
+            expect_failure="optimizer.lr was 0.002 and is now 0.5",
             checks=(
                 named(check_steps, steps=9),
                 named(check_depths, layers=grown),
