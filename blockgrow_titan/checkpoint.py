@@ -7,6 +7,7 @@ the same code as in an undisturbed run. The data loader has no state to save: it
 
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,14 @@ def find_resume_point(job_config: JobConfig) -> ResumePoint:
         raise ValueError(
             f"checkpoint.load_step is {step} but {folder} has {steps or 'no checkpoint'}: give one of these"
         )
+    elif later := [f"step-{saved}" for saved in steps if saved > step]:
+        raise ValueError(
+            f"checkpoint.load_step is {step}, but {folder} also has {', '.join(later)}, which a run from there would write "
+            "again: move them away first"
+        )
     if step == 0:
+        if job_config.checkpoint.initial_load_path and os.path.isdir(folder):
+            shutil.rmtree(folder)  # only half-written checkpoints: torchtitan would ignore initial_load_path over them
         return ResumePoint(0, False)
     checkpoint = os.path.join(folder, f"step-{step}")
     check_config(read_manifest(checkpoint), job_config, checkpoint)
@@ -125,14 +133,13 @@ class GrowthCheckpointManager(CheckpointManager):
         surplus, missing = sorted(saved - wanted), sorted(wanted - saved)
         if surplus or missing:
             problems = [
-                f"{word} {', '.join(_by_layer(keys))}"
-                for word, keys in (("holds", surplus), ("lacks", missing))
+                f"{what} {', '.join(_by_layer(keys))}"
+                for what, keys in (("holds, beyond the model,", surplus), ("lacks", missing))
                 if keys
             ]
             raise ValueError(
-                f"{checkpoint_id} does not fit the model of this phase: it {' and '.join(problems)} "
-                f"{'which the model does not have' if surplus else ''}".rstrip()
-                + ". Set growth.active_blocks and block_stack as they were when it was written"
+                f"{checkpoint_id} does not fit the model of this phase: it {' and '.join(problems)}. Set "
+                "growth.active_blocks and block_stack as they were when it was written"
             )
 
     def wait_for_saves(self) -> None:

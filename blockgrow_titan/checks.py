@@ -1,25 +1,19 @@
 """Checks of a job's config, before a process group, a model or any device memory exists.
 
-``parse_config`` reads TOML and command line with torchtitan's ConfigManager and turns its tracebacks into one line.
-``check_config`` refuses every value and combination that could only fail later: the message names the field, its value,
+``check_config`` refuses the values and combinations that would only fail later: the message names the field, its value,
 what it must be and how to set it. ``ValueError`` is bad input, ``NotImplementedError`` a combination that is not
 supported.
 """
 
-import dataclasses
-import difflib
 import importlib
 import json
 import os
-import tomllib
-import types
-import typing
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.utils import device_type
 
 from blockgrow_titan.documents.readers import RECORD_READERS
@@ -27,81 +21,14 @@ from blockgrow_titan.documents.source import ON_BAD_DOCUMENT
 from blockgrow_titan.growth import schedule as growth_schedule
 from blockgrow_titan.growth.hooks import load_hooks
 from blockgrow_titan.job_config import JobConfig
-from blockgrow_titan.model.args import FLAVORS, BlockStackArgs
+from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.placement import PLACEMENTS
+from blockgrow_titan.parse import check_types
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.model import TeacherFiles
 
 TEACHER_DTYPES = ("bfloat16", "float32")
 OPTIMIZERS = ("Adam", "AdamW")  # what torchtitan's builder knows
-CONFIG_MODULE = '"blockgrow_titan.job_config"'
-PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents")
-
-
-class GrowthConfigManager(ConfigManager):
-    """torchtitan's ConfigManager with one-line errors: a misspelt field is answered with the nearest name."""
-
-    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
-        path = _option(args, "job.config_file")
-        if path is None:
-            return None
-        try:
-            with open(path, "rb") as file:
-                return tomllib.load(file)
-        except OSError as error:
-            raise ValueError(
-                f'job.config_file is "{path}", which cannot be read ({error.strerror}; current folder: {os.getcwd()})'
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f'job.config_file is "{path}", which is not valid TOML: {error}') from None
-
-    def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> Any:
-        try:
-            return super()._maybe_add_custom_config(args, toml_values)
-        except ImportError as error:
-            raise ValueError(
-                f"job.custom_config_module cannot be imported ({error}); set it to {CONFIG_MODULE}, or to a module of "
-                "yours that extends it"
-            ) from None
-
-    def _dict_to_dataclass(self, cls: Any, data: dict[str, Any]) -> Any:
-        if not dataclasses.is_dataclass(cls):
-            return data
-        types_of = {f.name: f.type for f in dataclasses.fields(cls)}
-        names = list(types_of)
-        for name, value in data.items():
-            if dataclasses.is_dataclass(types_of.get(name)) and not isinstance(value, dict):
-                raise ValueError(f"the config has {name} = {value!r}; it must be a section, [{name}]")
-            if name not in names:
-                section = getattr(cls, "__name__", "").removeprefix("Merged")
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names)}"
-                if name in PLUGIN_SECTIONS:
-                    hint = f"it is this plugin's: set job.custom_config_module = {CONFIG_MODULE}"
-                raise ValueError(f'the config has "{name}" in {section}, which has no such field; {hint}')
-        return super()._dict_to_dataclass(cls, data)
-
-    def _validate_config(self) -> None:
-        """torchtitan only warns about a missing tokenizer here; ``check_config`` refuses it."""
-
-
-def _option(args: list[str], name: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value`` on the command line, with underscores or hyphens."""
-    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-    for arg, following in zip(args, [*args[1:], None], strict=True):
-        option, equals, value = arg.partition("=")
-        if option in spellings:
-            return value if equals else following
-    return None
-
-
-def parse_config(args: Sequence[str]) -> JobConfig:
-    """Parse the command line (and the TOML that ``--job.config_file`` names) into the merged JobConfig.
-
-    Raises:
-        ValueError: If the file cannot be read or a section has an unknown field. tyro itself exits on bad arguments.
-    """
-    return typing.cast(JobConfig, GrowthConfigManager().parse_args(list(args)))
 
 
 def check_config(job_config: JobConfig) -> None:
@@ -111,23 +38,22 @@ def check_config(job_config: JobConfig) -> None:
         ValueError: For a bad value or combination.
         NotImplementedError: For an unsupported one.
     """
-    if not hasattr(job_config, "growth"):
-        raise ValueError(f"the config lacks this plugin's sections: set job.custom_config_module = {CONFIG_MODULE}")
-    _check_types(job_config)
+    check_types(job_config)
+    spec = _check_model(job_config)
     _check_unsupported(job_config)
-    _check_values(job_config)
+    _check_values(job_config, spec)
     if job_config.growth.start_phase != 0:
         raise ValueError("growth.start_phase is not a setting: remove it; a run resumes at its checkpoint's phase")
     growth_schedule.schedule_of(job_config)
     load_hooks((), job_config.growth.hooks)
-    _check_model(job_config)
-    args = FLAVORS[job_config.model.flavor]
+    _check_paths(job_config)
+    args: Any = spec.model_args[job_config.model.flavor]
     tokenizer = _check_tokenizer(job_config, args)
     check_teacher(job_config, args, tokenizer)
 
 
-def _check_model(job_config: JobConfig) -> None:
-    """The train spec must be registered and growth-aware, the documents' files must be there."""
+def _check_model(job_config: JobConfig) -> TrainSpec:
+    """Import the user's module first, since it may add flavors, placements and readers; its spec must be able to grow."""
     module, name = job_config.experimental.custom_import, job_config.model.name
     try:
         if module:
@@ -142,40 +68,17 @@ def _check_model(job_config: JobConfig) -> None:
         raise ValueError(
             f'model.name is "{name}", whose train spec cannot grow: use "qwen3_block_stack" or a GrowthTrainSpec'
         )
+    return spec
+
+
+def _check_paths(job_config: JobConfig) -> None:
+    """The documents' files must be there."""
     sections = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation
     for section, values in sections.items():
         if values.dataset != "datasets":  # that kind may name a data set on the hub
             resolve(values.dataset_path or "", f"{section}.dataset_path")
-
-
-def _matches(value: Any, kind: Any) -> bool:
-    """Whether a value has an annotated type; TOML hands any type through."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, argument) for argument in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_matches(item, arguments[0]) for item in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else True
-
-
-def _check_types(section: Any, prefix: str = "") -> None:
-    for f in dataclasses.fields(section):
-        value, name = getattr(section, f.name), f"{prefix}{f.name}"
-        if dataclasses.is_dataclass(value):
-            _check_types(value, f"{name}.")
-        elif dataclasses.is_dataclass(f.type):
-            raise ValueError(f"{name} is {value!r}; it must be a section: [{name}]")
-        elif not isinstance(f.type, str) and not _matches(value, f.type):
-            wanted = getattr(f.type, "__name__", None) if not typing.get_args(f.type) else str(f.type)
-            raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be {wanted}")
 
 
 def _check_unsupported(job_config: JobConfig) -> None:
@@ -203,7 +106,17 @@ def _check_unsupported(job_config: JobConfig) -> None:
             f'checkpoint.last_save_in_hf is true with block_stack.placement "{job_config.block_stack.placement}": only a '
             "pre-norm student is a plain Qwen3; set it to false"
         )
-    if device_type == "cpu":
+    if job_config.checkpoint.last_save_in_hf and not job_config.checkpoint.last_save_model_only:
+        raise ValueError(
+            "checkpoint.last_save_in_hf is true, but Hugging Face's format holds the model only: set "
+            "checkpoint.last_save_model_only = true as well"
+        )
+    if job_config.checkpoint.initial_load_path and not job_config.checkpoint.initial_load_model_only:
+        raise NotImplementedError(
+            "checkpoint.initial_load_model_only is false: a run's step, optimizer and data position belong to its own "
+            "dump folder; set it to true to start from another run's weights"
+        )
+    if device_type == "cpu" and job_config.comm.mode != "fake_backend":
         only_on_accelerators = {
             "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
             "profiling.enable_profiling": job_config.profiling.enable_profiling,
@@ -228,14 +141,35 @@ def _at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def _check_values(job_config: JobConfig) -> None:
+def check_ranks(job_config: JobConfig, student_ranks: int) -> None:
+    """The data-parallel degrees must multiply to the student's ranks.
+
+    Raises:
+        ValueError: Naming the degrees and the ranks.
+    """
+    config = job_config.parallelism
+    replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
+    if replicate < 1 or (shard < 1 and shard != -1):
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree is {replicate} and data_parallel_shard_degree {shard}; they must "
+            "be at least 1 (-1 for the second: whatever is left)"
+        )
+    if student_ranks % replicate or shard not in (-1, student_ranks // replicate):
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree {replicate} and data_parallel_shard_degree {shard} do not "
+            f"multiply to the {student_ranks} student rank(s) that NGPU and teacher.ranks leave: set "
+            "--parallelism.data_parallel_shard_degree -1 or change the ranks"
+        )
+
+
+def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
     growth, distill, teacher, documents = (
         job_config.growth,
         job_config.distill,
         job_config.teacher,
         job_config.documents,
     )
-    _one_of("model.flavor", job_config.model.flavor, list(FLAVORS))
+    _one_of("model.flavor", job_config.model.flavor, list(spec.model_args))
     _one_of("block_stack.placement", job_config.block_stack.placement, list(PLACEMENTS))
     _one_of("growth.freeze", growth.freeze, growth_schedule.FREEZE)
     _one_of("growth.optimizer_at_growth", growth.optimizer_at_growth, growth_schedule.OPTIMIZER_AT_GROWTH)
@@ -243,7 +177,8 @@ def _check_values(job_config: JobConfig) -> None:
     _one_of("growth.data_at_growth", growth.data_at_growth, growth_schedule.DATA_AT_GROWTH)
     _one_of("growth.new_block_init", growth.new_block_init, growth_schedule.NEW_BLOCK_INIT)
     _one_of("teacher.dtype", teacher.dtype, TEACHER_DTYPES)
-    _one_of("optimizer.name", job_config.optimizer.name, OPTIMIZERS)
+    if spec.build_optimizers_fn is build_optimizers:
+        _one_of("optimizer.name", job_config.optimizer.name, OPTIMIZERS)
     _one_of("documents.on_bad_document", documents.on_bad_document, ON_BAD_DOCUMENT)
     _one_of("training.dataset", job_config.training.dataset, list(RECORD_READERS))
     least = {
@@ -369,22 +304,14 @@ def _check_same_tokenizer(job_config: JobConfig, folder: str, tokenizer: Hugging
         raise ValueError(
             f"teacher.path {folder} has no tokenizer.json, so its tokenizer cannot be compared: add the file"
         )
-    with open(path, encoding="utf-8") as file:
-        theirs = json.load(file)
+    # both as the library writes them: files of different versions of it differ without any difference in meaning
+    theirs = json.loads(HuggingFaceTokenizer(folder).tokenizer.to_str())
     ours = json.loads(tokenizer.tokenizer.to_str())
     # Whatever changes the ids of a text; truncation, padding and decoding do not.
     for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"):
-        if _canonical(theirs.get(part)) != _canonical(ours.get(part)):
+        if theirs.get(part) != ours.get(part):
             raise ValueError(
                 f"teacher.path {folder} has another tokenizer than model.hf_assets_path {tokenizer.tokenizer_path} "
                 f"(tokenizer.json differs in its {part}): the teacher would read other words; point model.hf_assets_path "
                 "at the teacher's folder"
             )
-
-
-def _canonical(part: Any) -> Any:
-    """Merges are written as "a b" or as ["a", "b"], depending on the version of ``tokenizers``."""
-    if isinstance(part, dict) and "merges" in part:
-        merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in part["merges"]]
-        return {**part, "merges": merges}
-    return part

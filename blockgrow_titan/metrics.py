@@ -1,7 +1,8 @@
 """What a run reports: console, TensorBoard, ``metrics.jsonl``, and ``summary.json`` with a closing table.
 
 ``metrics.jsonl`` has one JSON object a line, one ``train`` line for every step, and is the record that everything else
-reads: the summary is computed from it, so that it is the same whether or not a run was interrupted. On resume, lines
+reads: the summary is computed from it. Whether or not a run was interrupted, both are the same, but for timings and a
+``resume`` line. On resume, lines
 after the checkpoint's step are dropped (they will be written again) and TensorBoard purges the same steps.
 """
 
@@ -26,7 +27,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-_ENVELOPE = ("step", "phase", "active_blocks", "active_layers")  # in every event
+_NOT_LOGGED = ("step", "phase", "active_blocks", "active_layers", "seconds")  # in events, not in TensorBoard
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class GrowthMetricsProcessor(MetricsProcessor):
             kind = event["event"]
             if event["step"] == step and (kind == "validation" or (kind == "train" and self.should_log(step))):
                 values = {
-                    f"{kind}/{k}": v for k, v in event.items() if isinstance(v, int | float) and k not in _ENVELOPE
+                    f"{kind}/{k}": v for k, v in event.items() if isinstance(v, int | float) and k not in _NOT_LOGGED
                 }
                 self.logger.log(values, step)
         if step > 0:
@@ -241,7 +242,7 @@ def build_growth_metrics_processor(
 
 def perplexity(ce: float) -> float:
     """exp(ce), infinite where that overflows."""
-    return math.exp(ce) if ce < 700 else math.inf
+    return math.inf if ce >= 700 else math.exp(ce)
 
 
 def duration(seconds: float) -> str:

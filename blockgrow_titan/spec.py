@@ -53,8 +53,8 @@ def build_document_dataloader(
 ) -> DocumentDataLoader:
     """The training documents, dealt to this rank.
 
-    ``training.global_batch_size`` is what the user configured, not torchtitan's multiple of the ranks: the sampler deals
-    exactly that many documents.
+    The config here may hold torchtitan's multiple of the ranks as ``training.global_batch_size``: the trainer then sets
+    the loader's ``global_batch_size`` to what the user configured, and its ``first_step`` before it iterates.
     """
     training = job_config.training
     source = source_of(job_config, tokenizer, "train")

@@ -17,23 +17,25 @@ from torch.distributed.elastic.multiprocessing.errors import record  # isort: sk
 from torchtitan.tools.logging import init_logger, logger  # isort: skip
 
 from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
-from blockgrow_titan.checks import check_config, parse_config
+from blockgrow_titan.checks import check_config, check_ranks
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
 from blockgrow_titan.metrics import closing_table, write_summary
+from blockgrow_titan.parse import check_types, parse_config
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
 
 CONFIG_ERROR_STATUS = 2
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """End this rank over a mistake in the config; only global rank 0 prints it."""
+    """End this rank over a mistake in the config: global rank 0 prints it, any rank leaves it for the launcher."""
+    line = f"Config error: {' '.join(str(error).split())}"
     if os.environ.get("RANK", "0") == "0":
-        line = " ".join(str(error).split())
-        print(f"Config error: {line}", file=sys.stderr, flush=True)
-        if path := os.environ.get("BLOCKGROW_ERROR_FILE"):
-            with open(path, "w") as file:
-                file.write(f"Config error: {line}\n")
+        print(line, file=sys.stderr, flush=True)
+    path = os.environ.get("BLOCKGROW_ERROR_FILE")
+    if path and not os.path.exists(path):  # for the launcher's last line; a mistake may show on one node only
+        with open(path, "w") as file:
+            file.write(f"{line}\n")
     sys.exit(CONFIG_ERROR_STATUS)
 
 
@@ -117,11 +119,13 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         ConfigError: If the config cannot run, before anything was built.
     """
     try:
+        check_types(job_config)
         layout = WorldLayout.plan(
             world_size, job_config.teacher.ranks, bool(job_config.teacher.path), job_config.teacher.shard_degree
         )
         _resolve_global_batch(job_config, layout)
         check_config(job_config)
+        check_ranks(job_config, layout.num_students)
         dry = job_config.comm.mode == "fake_backend"
         num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR and not dry else 0
         local_rank = int(os.environ.get("LOCAL_RANK", rank))

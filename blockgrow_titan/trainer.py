@@ -73,9 +73,10 @@ class GrowthTrainer(Trainer):
         self.phase: Phase = self.schedule.phase_of_step(resume_step)
         self.active_layer_tokens = 0
         self.replaced_model: nn.Module | None = None  # during growth: the model that the new one replaces
+        job_config.maybe_log()
         super().__init__(self._titan_view(job_config))
         self.job_config: JobConfig = job_config
-        self.maybe_enable_amp = _NO_AUTOCAST  # FSDP2 does mixed precision at one rank too
+        self.metrics_processor.job_config = job_config
         self.objective = cast(Objective, self.loss_fn)
         self.hooks = load_hooks(self.train_spec.phase_hooks, job_config.growth.hooks)
         self.build_lr_schedulers(self.phase)
@@ -108,6 +109,7 @@ class GrowthTrainer(Trainer):
         )
         view.checkpoint.enable = False
         view.validation.enable = False
+        view.job.print_config, view.job.save_config_file = False, None  # the real config has been logged
         return view
 
     def init_distributed(self) -> ParallelDims:
@@ -200,7 +202,12 @@ class GrowthTrainer(Trainer):
 
     @record
     def train(self) -> None:
-        """Train every step after the checkpoint's, then write the summary."""
+        """Train every step after the checkpoint's, then write the summary.
+
+        torchtitan lowers the collectives' time limit to ``comm.train_timeout_seconds`` after the first step. Here it
+        stays: growth, a validation or a slow teacher may hold one rank while the others wait, and whether a peer is
+        alive is told by heartbeats and broken connections.
+        """
         config = self.job_config
         loaded = self.checkpointer.load(step=self.resume_step or -1)
         assert self.step == self.resume_step or not loaded, f"loaded step {self.step}, expected {self.resume_step}"
@@ -271,7 +278,6 @@ class GrowthTrainer(Trainer):
         look_ahead = self.job_config.teacher.prefetch if self.teacher is not None else 0
         exhausted = False
         while True:
-            started = time.perf_counter()
             while not exhausted and len(ahead) <= look_ahead:
                 batch = next(batches, None)
                 if batch is None:
@@ -282,7 +288,6 @@ class GrowthTrainer(Trainer):
                 ahead.append(({**input_dict, "ticket": ticket}, labels))
             if not ahead:
                 raise DataloaderExhaustedError()
-            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
             yield ahead.popleft()
 
     def forward_backward_step(
@@ -375,16 +380,3 @@ class GrowthTrainer(Trainer):
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
         self.active_layer_tokens = state_dict["active_layer_tokens"]
-
-
-class _NullContext:
-    """A context manager that may be entered again and again, as torchtitan does with ``maybe_enable_amp``."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-_NO_AUTOCAST = cast(Any, _NullContext())

@@ -48,6 +48,7 @@ TRAJECTORY_FIELDS: dict[str, tuple[str, ...]] = {
         "mixed_precision_param",
         "mixed_precision_reduce",
     ),
+    "validation": ("enable", "dataset", "dataset_path", "seq_len"),
     "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay"),
     "lr_scheduler": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
     "debug": ("seed",),

@@ -45,7 +45,7 @@ class BlockStackArgs(Qwen3ModelArgs):
         self.train_boundary = train_boundary or self.frozen_blocks == 0
 
     def for_phase(self, phase: Phase, job_config: JobConfig) -> "BlockStackArgs":
-        """The same model at ``phase``: a copy, since torchtitan's registry hands out one shared object."""
+        """The same model at ``phase``, as a copy."""
         args = replace(self)
         args._set_phase(phase, job_config.growth.train_boundary)
         return args

@@ -265,7 +265,8 @@ def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, de
     """Initialise the default process group of this rank's role and set the environment to match.
 
     RANK and WORLD_SIZE become those inside the role, and LOCAL_RANK the device index if there is one. The group gets
-    what torchtitan's ``init_distributed`` would have given it: ``comm.init_timeout_seconds``, the backend (with a CPU
+    what torchtitan's ``init_distributed`` would have given it: ``comm.init_timeout_seconds`` (longer if a teacher may
+    take longer), the backend (with a CPU
     backend for offload and asynchronous checkpoints), and the variables of NCCL's error handling and trace buffer, with
     a trace folder per role. torchtitan's warning that these settings are ignored is silenced, as they are not.
 
@@ -296,12 +297,19 @@ def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, de
     cpu_backend = job_config.training.enable_cpu_offload or job_config.checkpoint.async_mode != "disabled"
     dist.init_process_group(
         backend=_backend(cpu_backend),
-        timeout=timedelta(seconds=job_config.comm.init_timeout_seconds),
+        timeout=timedelta(seconds=_collective_timeout(job_config, layout)),
         store=PrefixStore(role, store),
         rank=role_rank,
         world_size=role_size,
     )
     return world
+
+
+def _collective_timeout(job_config: Any, layout: WorldLayout) -> int:
+    """Seconds a collective may take. A student's peers wait in one while it waits for its teacher: the named error about
+    an overdue answer must come first."""
+    seconds = job_config.comm.init_timeout_seconds
+    return max(seconds, job_config.teacher.timeout_seconds + 60) if layout.num_teachers else seconds
 
 
 def _backend(cpu_backend: bool) -> str:

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from blockgrow_titan.checks import check_config, parse_config
+from blockgrow_titan.checks import check_config
 from blockgrow_titan.metrics import METRICS_FILE, read_events
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.model.init import named_parameters
+from blockgrow_titan.parse import parse_config
 from blockgrow_titan.teacher.worlds import STUDENT, WorldLayout, join_world
 from blockgrow_titan.train import launch
 from tests.unit_tests.models import small_args

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from blockgrow_titan.checks import check_config, parse_config
+from blockgrow_titan.checks import check_config
+from blockgrow_titan.parse import parse_config
 from tests.unit_tests.jobs import arguments, run_job, without_teacher
 from tests.unit_tests.rank_pool import RankError, RankPool
 from tests.unit_tests.test_checks import assert_names, changed

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from blockgrow_titan.checks import parse_config
 from blockgrow_titan.growth.manifest import (
     TRAJECTORY_FIELDS,
     build_manifest,
@@ -20,6 +19,7 @@ from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.model.model import BlockStackModel
+from blockgrow_titan.parse import parse_config
 from tests.unit_tests.jobs import arguments, without_teacher
 
 # Fields of the same sections that change how fast a run goes or what it says, never what it trains.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from blockgrow_titan.checks import parse_config
+from blockgrow_titan.parse import parse_config
 from blockgrow_titan.train import launch
 from tests.unit_tests.jobs import arguments, losses, run_job, train_events, without_teacher
 from tests.unit_tests.rank_pool import RankPool

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
-from blockgrow_titan.checks import parse_config
 from blockgrow_titan.metrics import SUMMARY_FILE
+from blockgrow_titan.parse import parse_config
 from blockgrow_titan.train import ConfigError, launch
 from tests.unit_tests.jobs import run_job
 from tests.unit_tests.models import read_json
@@ -116,6 +116,12 @@ def test_every_rank_hears_of_a_changed_config(case: Callable[[str], Case], rank_
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_load_step_before_the_newest_would_lose_what_followed(case: Callable[[str], Case]) -> None:
+    this = case("colocated")
+    with pytest.raises(ValueError, match=r"checkpoint.load_step is 3, but .* also has step-4, step-6, step-7"):
+        find_resume_point(parse_config(this.args(this.folder, checkpoint__load_step=3)))
+
+
 def test_load_step_that_is_not_there(case: Callable[[str], Case]) -> None:
     this = case("colocated")
     with pytest.raises(ValueError, match=r"checkpoint.load_step is 5 but .* has \[2, 3, 4, 6, 7\]: give one of these"):
@@ -126,7 +132,7 @@ def test_load_step_that_is_not_there(case: Callable[[str], Case]) -> None:
     ("step", "active_blocks", "words"),
     [
         (3, [2, 2], "it lacks layers.1. Set growth.active_blocks"),
-        (4, [1, 1], "it holds layers.1 which the model does not have. Set growth.active_blocks"),
+        (4, [1, 1], "it holds, beyond the model, layers.1. Set growth.active_blocks"),
     ],
 )
 def test_another_depth_is_refused(

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.job_config import Teacher
 from blockgrow_titan.teacher import worlds
 from blockgrow_titan.teacher.worlds import STUDENT, TEACHER, WorldLayout, assign_device, join_world, shard_ranks
 
@@ -128,7 +130,8 @@ def _two_worlds(rank: int, world_size: int, store: dist.Store, dump_folder: str)
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
-    config = JobConfig()
+    config: Any = JobConfig()
+    config.teacher = Teacher(timeout_seconds=400)
     config.job.dump_folder = dump_folder
     config.checkpoint.async_mode = "async"
     worlds.HEARTBEAT_SECONDS = 0.05
@@ -136,6 +139,7 @@ def _two_worlds(rank: int, world_size: int, store: dist.Store, dump_folder: str)
     total = torch.tensor(rank + 1.0)
     dist.all_reduce(total)  # crosses no world
     size = init_distributed(config.comm)  # what torchtitan's trainer does next
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     world.flag("here")
     while not all(world.has_flag("here", r) for r in range(world_size)):
@@ -169,6 +173,7 @@ def _two_worlds(rank: int, world_size: int, store: dist.Store, dump_folder: str)
         "traces": os.environ["TORCH_FR_DUMP_TEMP_FILE"],
         "total": total.item(),
         "size": size,
+        "timeout": timeout,
         "hosts": hosts,
         "failure": world.failure_of(other),
         "first_age": ages[0],
@@ -182,6 +187,8 @@ def test_two_worlds(rank_pool, tmp_path):
     assert [r["role"] for r in reports] == [("student", 0, 2, 0), ("student", 1, 2, 1), ("teacher", 0, 1, 2)]
     assert [r["total"] for r in reports] == [3.0, 3.0, 3.0]
     assert [r["size"] for r in reports] == [2, 2, 1]
+    # a student's peers wait in a collective while it waits for its teacher: the named error must come first
+    assert {r["timeout"] for r in reports} == {460.0}
     for rank, report in enumerate(reports):
         role, role_rank, role_size, _ = report["role"]
         assert report["environment"] == [str(role_rank), str(role_size), "7", "20000", "3", "1"]
