@@ -105,7 +105,9 @@ def run_hooks(hooks: list[PhaseHook], trainer: "GrowthTrainer", old: Phase, new:
         for hook in hooks:
             try:
                 getattr(hook, method)(trainer, old, new)
-            except Exception:
+            except Exception as error:
                 name = f"{type(hook).__module__}:{type(hook).__qualname__}"
-                logger.error(f"Phase hook {name}.{method} failed at the change from phase {old.index} to {new.index}")
+                text = f"Phase hook {name}.{method} failed at the change from phase {old.index} to {new.index}"
+                logger.error(text)
+                error.add_note(text)
                 raise

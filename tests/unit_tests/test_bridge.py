@@ -3,6 +3,7 @@
 import logging
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.job_config import Teacher
 from blockgrow_titan.teacher import bridge
 from blockgrow_titan.teacher.bridge import Inbox, connect, tell_failure
 from blockgrow_titan.teacher.messages import (
@@ -138,7 +140,8 @@ def _next(inbox: Inbox) -> bridge.Message:
 
 
 def _pairs(rank: int, layout: WorldLayout, store: dist.Store, dump_folder: str) -> tuple:
-    config = JobConfig()
+    config: Any = JobConfig()
+    config.teacher = Teacher()
     config.job.dump_folder = dump_folder
     world = join_world(config, layout, store, rank)
     layout = world.layout
@@ -274,7 +277,8 @@ def test_close_ends_the_threads_whatever_the_peer_does(rank_pool, tmp_path):
 
 
 def _failed_before_connecting(rank: int, world_size: int, store: dist.Store, dump_folder: str) -> str:
-    config = JobConfig()
+    config: Any = JobConfig()
+    config.teacher = Teacher()
     config.job.dump_folder = dump_folder
     world = join_world(config, WorldLayout(1, 1), store, rank)
     try:
@@ -296,7 +300,8 @@ def test_failure_before_connecting(rank_pool, tmp_path):
 
 def _never_connects(rank: int, world_size: int, store: dist.Store, dump_folder: str) -> str:
     """The peer's heart never beats: it has not even started."""
-    config = JobConfig()
+    config: Any = JobConfig()
+    config.teacher = Teacher()
     config.job.dump_folder = dump_folder
     world = join_world(config, WorldLayout(1, 1), store, rank)
     limit, bridge.MIN_HEARTBEAT_LIMIT = bridge.MIN_HEARTBEAT_LIMIT, 0.2
