@@ -16,6 +16,7 @@ from torchtitan.tools.logging import logger
 from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.infra.parallelize import data_parallel_dims
 from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.metrics import plural
 from blockgrow_titan.teacher.worlds import WorldLayout
 
 
@@ -45,8 +46,8 @@ def dry_run(job_config: JobConfig, layout: WorldLayout) -> None:
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         model = spec.parallelize_fn(model, parallel_dims, job_config)
         logger.info(
-            f"phase {phase.index}: steps {phase.first_step} to {phase.last_step}, {phase.active_blocks} blocks of "
-            f"{phase_args.layers_per_block} layers; {total:,} parameters, {trainable:,} trainable; "
+            f"phase {phase.index}: steps {phase.first_step} to {phase.last_step}, {plural(phase.active_blocks, 'block')} of "
+            f"{plural(phase_args.layers_per_block, 'layer')}; {total:,} parameters, {trainable:,} trainable; "
             f"{shard_bytes(model) / 2**20:,.1f} MiB of parameters on this rank"
         )
     logger.info("Dry run completed: the config is sound")

@@ -149,13 +149,13 @@ class GrowthMetricsProcessor(MetricsProcessor):
         pace = sum(self.recent_step_s) / len(self.recent_step_s)
         parts = [
             f"{c.red}step: {step:2}/{self.schedule.total_steps}",
-            f"{c.white}phase: {phase.index} ({self.active_layers} layers)",
+            f"{c.white}phase: {phase.index} ({plural(self.active_layers, 'layer')})",
             f"{c.green}loss: {report.loss:7.4f}  ce: {report.ce:7.4f}",
             f"{c.green}kl: {report.kl:7.4f}" if report.kl is not None else "",
             f"{c.orange}grad_norm: {report.grad_norm:7.4f}",
             f"{c.orange}lr: {report.lr:.2e}",
             f"{c.turquoise}memory: {memory.max_reserved_gib:5.2f}GiB({memory.max_reserved_pct:.2f}%)",
-            f"{c.blue}valid tokens/s: {round(tokens_per_s):,} over {student_ranks} student rank{'s' * (student_ranks > 1)}",
+            f"{c.blue}valid tokens/s: {round(tokens_per_s):,} over {plural(student_ranks, 'student rank')}",
             f"{c.magenta}mfu: {mfu:.2f}%" if not math.isnan(mfu) else "",
             f"{c.cyan}teacher wait: {report.teacher_wait_s:.3f}s" if report.teacher_wait_s is not None else "",
             f"{c.white}eta: phase {duration(pace * (phase.last_step - step))}, "
@@ -173,7 +173,7 @@ class GrowthMetricsProcessor(MetricsProcessor):
         c = self.color
         kl = f"kl: {result['kl']:7.4f}  kd: {result['kd']:7.4f}  " if result["kl"] is not None else ""
         logger.info(
-            f"{c.yellow}validate step: {step:2}  phase: {self.phase.index} ({self.active_layers} layers)  "
+            f"{c.yellow}validate step: {step:2}  phase: {self.phase.index} ({plural(self.active_layers, 'layer')})  "
             f"{c.green}ce: {result['ce']:7.4f}  ppl: {result['ppl']:8.2f}  {kl}"
             f"{c.blue}{result['documents']} documents, {result['valid_tokens']:,} tokens in {seconds:.1f}s{c.reset}"
         )
@@ -188,8 +188,8 @@ class GrowthMetricsProcessor(MetricsProcessor):
         self._write("growth", step, frozen_blocks=phase.frozen_blocks, parameters=total, trainable_parameters=trainable)
         c = self.color
         logger.info(
-            f"{c.yellow}grow after step {step}: phase {phase.index} trains {phase.active_blocks} blocks ({active_layers} "
-            f"layers, {phase.frozen_blocks} blocks frozen) for {phase.steps} steps; {total:,} parameters, "
+            f"{c.yellow}grow after step {step}: phase {phase.index} trains {plural(phase.active_blocks, 'block')} "
+            f"({plural(active_layers, 'layer')}, {plural(phase.frozen_blocks, 'block')} frozen) for {phase.steps} steps; {total:,} parameters, "
             f"{trainable:,} trainable{c.reset}"
         )
 
@@ -243,6 +243,11 @@ def build_growth_metrics_processor(
 def perplexity(ce: float) -> float:
     """exp(ce), infinite where that overflows."""
     return math.inf if ce >= 700 else math.exp(ce)
+
+
+def plural(count: int, noun: str) -> str:
+    """1 layer, 2 layers."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

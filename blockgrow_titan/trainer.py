@@ -43,7 +43,7 @@ from blockgrow_titan.growth.manifest import build_manifest
 from blockgrow_titan.growth.schedule import Phase, schedule_of
 from blockgrow_titan.infra.parallelize import data_parallel_dims
 from blockgrow_titan.job_config import JobConfig
-from blockgrow_titan.metrics import GrowthMetricsProcessor, StepReport, closing_table, write_summary
+from blockgrow_titan.metrics import GrowthMetricsProcessor, StepReport, closing_table, plural, write_summary
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.init import named_parameters, write_full
 from blockgrow_titan.paths import resolve
@@ -88,9 +88,9 @@ class GrowthTrainer(Trainer):
         self.validator = self._build_validator() if job_config.validation.enable else None
         self.checkpointer = self._build_checkpointer()
         logger.info(
-            f"Student of {world.role_size} ranks: global batch of {job_config.training.global_batch_size} documents in "
-            f"{self.gradient_accumulation_steps} micro-batches a rank, {self.schedule.total_steps} steps in "
-            f"{len(self.schedule.phases)} phases"
+            f"Student of {plural(world.role_size, 'rank')}: global batch of {job_config.training.global_batch_size} "
+            f"documents, gradient accumulation over {self.gradient_accumulation_steps}, "
+            f"{plural(self.schedule.total_steps, 'step')} in {plural(len(self.schedule.phases), 'phase')}"
         )
 
     def _titan_view(self, job_config: JobConfig) -> JobConfig:

@@ -10,6 +10,7 @@ from blockgrow_titan.metrics import (
     duration,
     keep_until,
     perplexity,
+    plural,
     read_events,
     summarize,
     write_summary,
@@ -86,4 +87,5 @@ def test_closing_table_has_a_row_a_phase_and_aligned_columns() -> None:
 
 def test_duration_and_perplexity() -> None:
     assert [duration(s) for s in (0, 5.4, 184, 3720)] == ["0s", "5s", "3m04s", "1h02m"]
+    assert [plural(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
     assert perplexity(2.0) == math.exp(2.0) and perplexity(1e6) == math.inf
