@@ -56,7 +56,8 @@ def find_resume_point(job_config: JobConfig) -> ResumePoint:
     """Look for the checkpoint that this job would resume, and check that it belongs to the same run.
 
     Raises:
-        ValueError: If its config differs, its manifest is missing, or ``checkpoint.load_step`` is not there.
+        ValueError: If its config differs, its manifest is missing, ``checkpoint.load_step`` is not there or not the newest,
+            or ``checkpoint.initial_load_path`` would be ignored.
     """
     if not job_config.checkpoint.enable:
         return ResumePoint(0, False)
@@ -76,11 +77,28 @@ def find_resume_point(job_config: JobConfig) -> ResumePoint:
         )
     if step == 0:
         if job_config.checkpoint.initial_load_path and os.path.isdir(folder):
-            shutil.rmtree(folder)  # only half-written checkpoints: torchtitan would ignore initial_load_path over them
+            _remove_half_written(folder)
         return ResumePoint(0, False)
     checkpoint = os.path.join(folder, f"step-{step}")
     check_config(read_manifest(checkpoint), job_config, checkpoint)
     return ResumePoint(step, complete=step >= job_config.training.steps)
+
+
+def _remove_half_written(folder: str) -> None:
+    """Remove the checkpoints of a folder that has no complete one, and the folder if nothing else is in it.
+
+    torchtitan ignores ``checkpoint.initial_load_path`` as soon as the folder exists: a run killed in its first save would
+    start again from random weights.
+    """
+    for name in os.listdir(folder):
+        if re.fullmatch(r"step-\d+", name):
+            shutil.rmtree(os.path.join(folder, name))
+    if left := os.listdir(folder):
+        raise ValueError(
+            f"checkpoint.initial_load_path is set, but {folder} exists without a checkpoint and holds {left[0]}: give "
+            "checkpoint.folder a name of its own"
+        )
+    os.rmdir(folder)
 
 
 class GrowthCheckpointManager(CheckpointManager):

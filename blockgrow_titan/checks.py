@@ -187,7 +187,6 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
         "training.steps": (job_config.training.steps, 1),
         "training.seq_len": (job_config.training.seq_len, 2),
         "training.local_batch_size": (job_config.training.local_batch_size, 1),
-        "training.global_batch_size": (job_config.training.global_batch_size, 1),
         "distill.kd_weight": (distill.kd_weight, 0),
         "distill.ce_weight": (distill.ce_weight, 0),
         "distill.chunk_tokens": (distill.chunk_tokens, 1),
@@ -202,6 +201,8 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
     }
     for name, (value, minimum) in least.items():
         _at_least(name, value, minimum)
+    if job_config.training.global_batch_size != -1:  # torchtitan's: one micro-batch a rank
+        _at_least("training.global_batch_size", job_config.training.global_batch_size, 1)
     if documents.shard_documents != -1:
         _at_least("documents.shard_documents (or -1 for all)", documents.shard_documents, 1)
     if distill.temperature <= 0:

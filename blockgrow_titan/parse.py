@@ -115,8 +115,6 @@ def check_types(section: Any, prefix: str = "") -> None:
         value, name = getattr(section, f.name), f"{prefix}{f.name}"
         if dataclasses.is_dataclass(value):
             check_types(value, f"{name}.")
-        elif dataclasses.is_dataclass(f.type):
-            raise ValueError(f"{name} is {value!r}; it must be a section: [{name}]")
         elif not isinstance(f.type, str) and not _matches(value, f.type):
             wanted = getattr(f.type, "__name__", None) if not typing.get_args(f.type) else str(f.type)
             raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be {wanted}")

@@ -21,7 +21,7 @@ from blockgrow_titan.checks import check_config, check_ranks
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
 from blockgrow_titan.metrics import closing_table, write_summary
-from blockgrow_titan.parse import check_types, parse_config
+from blockgrow_titan.parse import parse_config
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
 
 CONFIG_ERROR_STATUS = 2
@@ -119,12 +119,11 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         ConfigError: If the config cannot run, before anything was built.
     """
     try:
-        check_types(job_config)
+        check_config(job_config)
         layout = WorldLayout.plan(
             world_size, job_config.teacher.ranks, bool(job_config.teacher.path), job_config.teacher.shard_degree
         )
         _resolve_global_batch(job_config, layout)
-        check_config(job_config)
         check_ranks(job_config, layout.num_students)
         dry = job_config.comm.mode == "fake_backend"
         num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR and not dry else 0

@@ -3,7 +3,6 @@
 Every launch costs about 20 seconds, most of it imports, so one launch serves several checks. At most 15 launches.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -91,10 +90,6 @@ def check_tensorboard(dump: Path, steps: int) -> None:
     assert found == list(range(1, steps + 1)), f"TensorBoard has steps {found}"
 
 
-def named(check: Callable[..., None], **arguments: object) -> Callable[[Path], None]:
-    return partial(check, **arguments)
-
-
 def build_features_test_list() -> list[OverrideDefinitions]:
     """All integration tests, in the order in which they run."""
     grown = [1] * 4 + [2] * 3 + [3] * 2
@@ -105,16 +100,16 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             test_name="grow_post_resume",
             kill_at_step=5,
             checks=(
-                named(check_steps, steps=9),
-                named(check_depths, layers=grown),
-                named(check_summary, active_blocks=[1, 2, 3]),
+                partial(check_steps, steps=9),
+                partial(check_depths, layers=grown),
+                partial(check_summary, active_blocks=[1, 2, 3]),
                 check_loss_falls,
                 check_distilled,
-                named(check_resumed_at, step=4),
-                named(check_same, other="undisturbed", fields=("loss", "ce", "kl", "kd", "grad_norm", "documents")),
-                named(check_last_validation_same, other="undisturbed"),
-                named(check_tensorboard, steps=9),
-                named(check_console, launch=1, text="Training completed"),
+                partial(check_resumed_at, step=4),
+                partial(check_same, other="undisturbed", fields=("loss", "ce", "kl", "kd", "grad_norm", "documents")),
+                partial(check_last_validation_same, other="undisturbed"),
+                partial(check_tensorboard, steps=9),
+                partial(check_console, launch=1, text="Training completed"),
             ),
         ),
         OverrideDefinitions(
@@ -125,13 +120,13 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             ngpu=3,
             expect_failure="optimizer.lr was 0.002 and is now 0.5",
             checks=(
-                named(check_steps, steps=9),
-                named(check_depths, layers=grown),
-                named(check_summary, active_blocks=[1, 2, 3]),
+                partial(check_steps, steps=9),
+                partial(check_depths, layers=grown),
+                partial(check_summary, active_blocks=[1, 2, 3]),
                 check_loss_falls,
                 check_distilled,
                 check_untouched_by_second_launch,
-                named(check_console, launch=1, text="This run is complete"),
+                partial(check_console, launch=1, text="This run is complete"),
             ),
         ),
         OverrideDefinitions(
@@ -142,12 +137,12 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             ngpu=(2, 3),
             kill_at_step=4,
             checks=(
-                named(check_steps, steps=7),
-                named(check_depths, layers=[3] * 7),
-                named(check_summary, active_blocks=[3]),
+                partial(check_steps, steps=7),
+                partial(check_depths, layers=[3] * 7),
+                partial(check_summary, active_blocks=[3]),
                 check_loss_falls,
                 check_distilled,
-                named(check_resumed_at, step=3),
+                partial(check_resumed_at, step=3),
             ),
         ),
         OverrideDefinitions(
@@ -167,8 +162,8 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             config="train_configs/joint_pre.toml",
             ngpu=1,
             checks=(
-                named(check_steps, steps=7),
-                named(check_summary, active_blocks=[3]),
+                partial(check_steps, steps=7),
+                partial(check_summary, active_blocks=[3]),
                 check_loss_falls,
                 check_distilled,
             ),
@@ -179,8 +174,8 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             test_name="freeze_post_full_ac",
             config="train_configs/freeze_post.toml",
             checks=(
-                named(check_steps, steps=9),
-                named(check_depths, layers=grown),
+                partial(check_steps, steps=9),
+                partial(check_depths, layers=grown),
                 check_loss_falls,
                 check_distilled,
                 check_frozen_parameters,
@@ -190,13 +185,18 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             override_args=((*GROW, "--compile.enable", "--compile.components", "model"),),
             test_descr="grow, post norm, torch.compile of each layer, across growth",
             test_name="grow_post_compile",
-            checks=(named(check_steps, steps=9), named(check_depths, layers=grown), check_loss_falls, check_distilled),
+            checks=(
+                partial(check_steps, steps=9),
+                partial(check_depths, layers=grown),
+                check_loss_falls,
+                check_distilled,
+            ),
         ),
         OverrideDefinitions(
             override_args=((*SHORT, "--training.steps", "4", "--growth.phase_steps", "4"),),
             test_descr="no teacher: plain pre-training on two ranks, embedding trained",
             test_name="no_teacher",
             config="train_configs/teacher.toml",
-            checks=(named(check_steps, steps=4), check_loss_falls, check_not_distilled),
+            checks=(partial(check_steps, steps=4), check_loss_falls, check_not_distilled),
         ),
     ]

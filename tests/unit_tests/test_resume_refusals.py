@@ -164,3 +164,26 @@ def test_bad_manifests(case: Callable[[str], Case], tmp_path: Path) -> None:
         find_resume_point(job_config)
     with pytest.raises(ConfigError, match="no manifest.json"):
         launch(job_config, dist.HashStore(), 0, 1)
+
+
+def test_a_first_save_that_was_killed_does_not_hide_the_initial_weights(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """torchtitan ignores initial_load_path once the checkpoint folder exists, whatever is in it."""
+    this = case("colocated")
+    args = this.args(tmp_path, checkpoint__initial_load_path=str(tmp_path / "weights"))
+    half = tmp_path / "checkpoint" / "step-2"
+    half.mkdir(parents=True)
+    (half / "__0_0.distcp").touch()
+    assert find_resume_point(parse_config(args)).step == 0
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_only_checkpoints_are_ever_removed(case: Callable[[str], Case], tmp_path: Path) -> None:
+    this = case("colocated")
+    args = this.args(tmp_path, checkpoint__initial_load_path=str(tmp_path / "weights"), checkpoint__folder="")
+    precious = tmp_path / "thesis.tex"
+    precious.touch()
+    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path is set, but .* holds thesis.tex"):
+        find_resume_point(parse_config(args))
+    assert precious.exists()
