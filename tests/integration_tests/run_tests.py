@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def launch(
         env: Its whole environment.
         log: File for its stdout and stderr.
         timeout: Seconds after which it is killed.
-        kill_when: Asked twice a second; once true, all processes of the launch get SIGKILL.
+        kill_when: Asked ten times a second; once true, all processes of the launch get SIGKILL.
 
     Returns:
         The exit status, or None if it was killed because of `kill_when`.
@@ -93,7 +94,7 @@ def launch(
     try:
         while True:
             try:
-                status = child.wait(0.5)
+                status = child.wait(0.1)
                 break
             except psutil.TimeoutExpired:
                 descendants |= set(child.children(recursive=True))
@@ -173,7 +174,8 @@ def write_junit(outcomes: Sequence[Outcome], path: Path) -> None:
     for outcome in outcomes:
         case = ET.SubElement(suite, "testcase", name=outcome.name, time=f"{outcome.seconds:.1f}")
         if outcome.failure:
-            ET.SubElement(case, "failure").text = outcome.failure
+            # a console's colours are no XML characters
+            ET.SubElement(case, "failure").text = re.sub(r"[^\t\n -\ud7ff\ue000-\ufffd]", "", outcome.failure)
         if outcome.skipped:
             ET.SubElement(case, "skipped", message=outcome.skipped)
     ET.ElementTree(suite).write(path)

@@ -18,7 +18,7 @@ from tests.integration_tests.reading import (
     read_events,
     train_lines,
 )
-from tests.integration_tests.run_tests import run_all, run_one, select
+from tests.integration_tests.run_tests import Outcome, run_all, run_one, select, write_junit
 
 # Called as: LAUNCHER --job.config_file CONFIG --job.dump_folder DUMP [BODY], where BODY is shell code.
 LAUNCHER = """#!/bin/bash
@@ -147,3 +147,10 @@ def test_reading_refuses_what_it_must(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "train"}\n{"event": ')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
         read_events(tmp_path)
+
+
+def test_colours_in_a_failure_leave_the_report_readable(tmp_path: Path) -> None:
+    """The last lines of a log go into the report, and torchtitan's console is coloured."""
+    write_junit([Outcome("coloured", failure="\x1b[31mloss\x1b[39m is nan\n")], tmp_path / "report.xml")
+    failure = ET.parse(tmp_path / "report.xml").find(".//failure")
+    assert failure is not None and failure.text == "[31mloss[39m is nan\n"
