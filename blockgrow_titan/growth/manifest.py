@@ -2,7 +2,8 @@
 
 ``config`` holds the fields that decide the trajectory (what is trained, on what, in which order). Fields that only
 decide how fast it goes (ranks, micro-batches, prefetch, compile, logging) are left out, so that a run may resume on
-another machine. A run whose config no longer matches stops and says which field differs.
+another machine. A run whose config no longer matches stops and says which field differs. ``model`` and
+``custom_import`` are what it takes to build the student again without the config, for export.
 """
 
 import dataclasses
@@ -19,6 +20,21 @@ from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.init import named_parameters
 
 FILE_NAME = "manifest.json"
+FORMAT = 2
+
+# Dimensions of the student, the same in every phase.
+MODEL_DIMENSIONS = (
+    "vocab_size",
+    "dim",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "max_seq_len",
+    "rope_theta",
+    "norm_eps",
+    "init_std",
+)
 
 TRAJECTORY_FIELDS: dict[str, tuple[str, ...]] = {
     "model": ("name", "flavor", "hf_assets_path", "converters"),
@@ -87,8 +103,10 @@ def build_manifest(
         phases.append(dataclasses.asdict(phase) | {"trainable": trainable_fqns(model)})
     layers = args.layers_per_block
     manifest = {
-        "format": 1,
+        "format": FORMAT,
         "config": trajectory_config(job_config),
+        "custom_import": job_config.experimental.custom_import,
+        "model": {name: getattr(args, name) for name in MODEL_DIMENSIONS},
         "phases": phases,
         "layers_of_block": {
             str(block): list(range(block * layers, (block + 1) * layers))
@@ -116,7 +134,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, FILE_NAME)
     try:
         with open(path) as file:
-            return json.load(file)
+            manifest = json.load(file)
     except FileNotFoundError:
         raise ValueError(
             f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: set job.dump_folder to another folder"
@@ -125,6 +143,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not valid JSON ({error}): delete {folder} to resume from the one before"
         ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not of format {FORMAT}, so {folder} was written by another version of this plugin: use that "
+            "version, or set job.dump_folder to another folder"
+        )
+    return manifest
 
 
 def check_config(saved: dict[str, Any], job_config: JobConfig, folder: str) -> None:

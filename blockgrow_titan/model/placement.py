@@ -2,10 +2,13 @@
 
 A placement decides where the two RMSNorms of a layer stand and where the one model-boundary RMSNorm does, so that all
 placements have the same parameters under the same names. A new one is a subclass with the ``@placement("name")``
-decorator; nothing else in the package asks which placement it has.
+decorator; nothing else in the package asks which placement it has. ``place`` sees attention as a plain function of the
+hidden states, so the same few lines are the layer in training and in an exported Hugging Face model (``hf/``).
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +35,9 @@ class DecoderLayer(nn.Module):
     activation checkpointing and compile usable.
     """
 
+    is_qwen3: ClassVar[bool] = False
+    """Whether this placement is Qwen3's own, so that an exported student is a plain ``Qwen3ForCausalLM``."""
+
     def __init__(self, args: Qwen3ModelArgs) -> None:
         super().__init__()
         self.attention = Attention(args)
@@ -41,6 +47,19 @@ class DecoderLayer(nn.Module):
 
     def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """One layer: h [B, S, D] -> [B, S, D]; positions [B, S] or None for 0 .. S-1."""
+        return self.place(h, partial(self.attention, rope_cache=rope_cache, attention_masks=None, positions=positions))
+
+    def place(self, h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The layer's computation, with the norms in their places.
+
+        Args:
+            h: [B, S, D], the layer's input.
+            attend: The layer's attention, [B, S, D] -> [B, S, D].
+
+        Returns:
+            [B, S, D]. An exported model runs this method's source, and that of ``enter`` and ``leave``, on modules of
+            the same names: it may use ``torch``, ``nn``, ``F`` and the layer's own modules.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -60,8 +79,10 @@ class PreNorm(DecoderLayer):
     The boundary norm is a final norm: logits = W_lm N_final(h_K). This is Qwen3 itself (paper, section on placements).
     """
 
-    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        h = h + self.attention(self.attention_norm(h), rope_cache, None, positions)
+    is_qwen3 = True
+
+    def place(self, h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        h = h + attend(self.attention_norm(h))
         return h + self.feed_forward(self.ffn_norm(h))
 
     @staticmethod
@@ -76,8 +97,8 @@ class PostNorm(DecoderLayer):
     normed what the head sees.
     """
 
-    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.attention_norm(h + self.attention(h, rope_cache, None, positions))
+    def place(self, h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        h = self.attention_norm(h + attend(h))
         return self.ffn_norm(h + self.feed_forward(h))
 
     @staticmethod
