@@ -137,6 +137,11 @@ class Documents:
     """Token that ends every document; must be in the tokenizer."""
     shard_documents: int = -1
     """Train on the first N documents, again and again; -1: on all of them."""
+    held_out_documents: int = 4833
+    """
+    Of a dataset that holds both sets (`fineweb_edu`): the first documents, which validation uses and training never sees;
+    training document 0 is the one after them. 4,833 is the paper's number.
+    """
     pad_to_multiple_of: int = 1
     """Micro-batches are padded to the longest document, rounded up to this multiple (fewer shapes to compile)."""
     on_bad_document: str = "stop"

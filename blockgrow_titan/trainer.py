@@ -39,6 +39,7 @@ from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import LossSums, Objective
 from blockgrow_titan.documents.batches import num_micro_batches
 from blockgrow_titan.growth.hooks import load_hooks, run_hooks
+from blockgrow_titan.growth.identity import agreed_identity
 from blockgrow_titan.growth.manifest import build_manifest
 from blockgrow_titan.growth.schedule import Phase, schedule_of
 from blockgrow_titan.infra.parallelize import data_parallel_dims
@@ -48,7 +49,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.init import named_parameters, write_full
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.spec import GrowthTrainSpec
-from blockgrow_titan.teacher.model import TeacherFiles
+from blockgrow_titan.teacher.files import open_teacher
 from blockgrow_titan.teacher.worlds import World
 
 
@@ -162,7 +163,7 @@ class GrowthTrainer(Trainer):
         """Embedding, head and boundary norm start as the teacher's (the paper's Algorithm 1, line 1)."""
         if self.teacher is None or self.resume_step:
             return
-        files = TeacherFiles(resolve(self.job_config.teacher.path, "teacher.path"))
+        files = open_teacher(resolve(self.job_config.teacher.path, "teacher.path"))
         parameters = dict(named_parameters(self.model_parts[0]))
         for fqn, read in (
             ("tok_embeddings.weight", files.embedding),
@@ -187,7 +188,15 @@ class GrowthTrainer(Trainer):
 
     def _build_checkpointer(self) -> GrowthCheckpointManager:
         assert self.train_spec.state_dict_adapter is not None
-        self.manifest = build_manifest(self.job_config, self.schedule, self.model_args, self.train_spec.model_cls)
+        config = self.job_config
+        owners = {"training": self.dataloader} | ({"validation": self.validator} if self.validator else {})
+        folder = os.path.join(config.job.dump_folder, config.checkpoint.folder, f"step-{self.resume_step}")
+        data = agreed_identity(
+            {name: getattr(owner, "source", None) for name, owner in owners.items()},
+            self.world,
+            folder if self.resume_step else None,
+        )
+        self.manifest = build_manifest(config, self.schedule, self.model_args, self.train_spec.model_cls, data)
         return GrowthCheckpointManager(
             schedule=self.schedule,
             manifest=self.manifest,

@@ -2,7 +2,7 @@
 
     record i of the dataset  ->  its text  ->  token ids, tokenised alone  ->  + end of document  ->  first seq_len ids
 
-``readers.py`` finds record i; ``DocumentSource`` makes ids of it. Both are pure functions of i, so ``batches.py`` may
+A reader (``readers.py``) finds record i; ``DocumentSource`` makes ids of it. Both are pure functions of i, so ``batches.py`` may
 ask any loader worker for any document in any order. Documents are never packed together and never shuffled.
 
 Footgun: a tokenizer's file may carry a truncation or padding setting, which would change documents silently. Both are
@@ -81,6 +81,10 @@ class DocumentSource(Dataset[list[int]]):
             ids = []
         return [*ids, self.end_of_document_id][: self.seq_len]
 
+    def identity(self) -> dict[str, int | str]:
+        """Return ``{"documents", "digest"}``: how many documents these are, and which (``RecordReader.digest``)."""
+        return {"documents": len(self), "digest": self.reader.digest(len(self), self.tokenizer)}
+
     def check_first_documents(self) -> None:
         """Read the first documents, so that a wrong path, kind or text column ends the job before it takes memory.
 
@@ -122,6 +126,7 @@ def source_of(job_config: JobConfig, tokenizer: HuggingFaceTokenizer, split: str
             end_of_document=documents.end_of_document,
             seq_len=section.seq_len,
             shard_documents=documents.shard_documents if split == "train" else -1,
+            held_out_documents=documents.held_out_documents,
             on_bad_document=documents.on_bad_document,
             split=split,
             field=f"{name}.dataset_path",
@@ -139,6 +144,7 @@ def build_source(
     end_of_document: str,
     seq_len: int,
     shard_documents: int = -1,
+    held_out_documents: int = 0,
     on_bad_document: str = "stop",
     split: str = "train",
     field: str = "training.dataset_path",
@@ -147,11 +153,11 @@ def build_source(
 
     Args:
         kind: Name in ``RECORD_READERS``: ``training.dataset`` or ``validation.dataset``.
-        path: ``training.dataset_path`` or ``validation.dataset_path``.
+        path: ``training.dataset_path`` or ``validation.dataset_path``; None is as good as empty.
         tokenizer: torchtitan's tokenizer.
-        text_column, end_of_document, shard_documents, on_bad_document: As in the config's ``[documents]``.
+        text_column, end_of_document, shard_documents, held_out_documents, on_bad_document: As in the config's ``[documents]``.
         seq_len: Token ids of a document at most.
-        split: Split to take, for the kind "datasets".
+        split: "train" or "validation", for kinds that hold both.
         field: Config field that holds ``path``, for errors.
 
     Raises:
@@ -161,8 +167,6 @@ def build_source(
     kind_field = field.removesuffix("_path")
     if kind not in RECORD_READERS:
         raise ValueError(f'{kind_field} = "{kind}" must be one of: {", ".join(RECORD_READERS)}')
-    if not path:
-        raise ValueError(f'{field} is empty; set it to the file or folder of the "{kind}" dataset')
     if on_bad_document not in ON_BAD_DOCUMENT:
         raise ValueError(
             f'documents.on_bad_document = "{on_bad_document}" must be one of: {", ".join(ON_BAD_DOCUMENT)}'
@@ -180,7 +184,18 @@ def build_source(
             f"{tokenizer.tokenizer_path}; set it to the token that ends a document there"
         )
 
-    reader = RECORD_READERS[kind](ReaderConfig(path, field, text_column, split, shard_documents))
+    reader = RECORD_READERS[kind](
+        ReaderConfig(
+            path=path or "",
+            field=field,
+            text_column=text_column,
+            split=split,
+            max_documents=shard_documents,
+            held_out_documents=held_out_documents,
+            seq_len=seq_len,
+            tokenizer=tokenizer,
+        )
+    )
     if len(reader) == 0:
         raise ValueError(f'{field} = "{path}" holds no documents; it must hold at least one')
     if shard_documents > len(reader):
@@ -197,5 +212,5 @@ def build_source(
         skip_bad=on_bad_document == "skip",
     )
     source.check_first_documents()
-    logger.info(f"{field}: {len(source)} documents of {path} ({kind})")
+    logger.info(f"{field}: {len(source)} documents of {path or kind} ({kind})")
     return source

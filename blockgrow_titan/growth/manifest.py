@@ -2,8 +2,9 @@
 
 ``config`` holds the fields that decide the trajectory (what is trained, on what, in which order). Fields that only
 decide how fast it goes (ranks, micro-batches, prefetch, compile, logging) are left out, so that a run may resume on
-another machine. A run whose config no longer matches stops and says which field differs. ``model`` and
-``custom_import`` are what it takes to build the student again without the config, for export.
+another machine. A run whose config no longer matches stops and says which field differs. ``data`` says which documents
+the training and the validation set held, by count and digest; files that changed under the same path stop a run too.
+``model`` and ``custom_import`` are what it takes to build the student again without the config, for export.
 """
 
 import dataclasses
@@ -21,6 +22,9 @@ from blockgrow_titan.model.init import named_parameters
 
 FILE_NAME = "manifest.json"
 FORMAT = 2
+
+DataIdentity = dict[str, dict[str, int | str]]
+"""``{"training": {"documents", "digest"}, "validation": ...}``: how many documents a set holds, and which."""
 
 # Dimensions of the student, the same in every phase.
 MODEL_DIMENSIONS = (
@@ -52,7 +56,7 @@ TRAJECTORY_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "distill": ("kd_weight", "ce_weight", "temperature"),
     "teacher": ("path", "dtype"),
-    "documents": ("text_column", "end_of_document", "shard_documents", "on_bad_document"),
+    "documents": ("text_column", "end_of_document", "shard_documents", "held_out_documents", "on_bad_document"),
     "training": (
         "dataset",
         "dataset_path",
@@ -86,7 +90,11 @@ def trainable_fqns(model: nn.Module) -> list[str]:
 
 
 def build_manifest(
-    job_config: JobConfig, schedule: GrowthSchedule, args: BlockStackArgs, model_cls: type[nn.Module]
+    job_config: JobConfig,
+    schedule: GrowthSchedule,
+    args: BlockStackArgs,
+    model_cls: type[nn.Module],
+    data: DataIdentity,
 ) -> dict[str, Any]:
     """The manifest of a run.
 
@@ -95,6 +103,7 @@ def build_manifest(
         schedule: Its phases.
         args: Model arguments of any phase.
         model_cls: Class of the model, built on meta to name the trainable parameters of each phase.
+        data: Which documents its sets hold (``identity.py``).
     """
     phases = []
     for phase in schedule.phases:
@@ -105,6 +114,7 @@ def build_manifest(
     manifest = {
         "format": FORMAT,
         "config": trajectory_config(job_config),
+        "data": data,
         "custom_import": job_config.experimental.custom_import,
         "model": {name: getattr(args, name) for name in MODEL_DIMENSIONS},
         "phases": phases,
@@ -168,4 +178,30 @@ def check_config(saved: dict[str, Any], job_config: JobConfig, folder: str) -> N
         raise ValueError(
             f"{folder} was written by a run with another config: {'; '.join(different)}. Put the old value back to resume, "
             "or start anew with another --job.dump_folder (or delete this one)"
+        )
+
+
+def data_differences(then: DataIdentity, now: DataIdentity, before: str, after: str) -> str:
+    """Which sets differ and how, with the words for each side; empty if none does."""
+
+    def text(identity: dict[str, Any] | None) -> str:
+        return f"{identity['documents']} documents (digest {identity['digest'][:16]})" if identity else "nothing"
+
+    return "; ".join(
+        f"{name}: {before} {text(then.get(name))}, {after} {text(now.get(name))}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    )
+
+
+def check_data(saved: dict[str, Any], data: DataIdentity, folder: str) -> None:
+    """Refuse documents that are not those a checkpoint was trained and validated on.
+
+    Raises:
+        ValueError: Naming each set that differs, its count and digest then and now, and the ways out.
+    """
+    if different := data_differences(saved.get("data", {}), data, "it had", "there are now"):
+        raise ValueError(
+            f"{folder} was written by a run on other documents, under the same config: {different}. Put the old files back "
+            "to resume, or start anew with another --job.dump_folder (or delete this one)"
         )

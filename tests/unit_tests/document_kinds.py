@@ -1,4 +1,4 @@
-"""What the tests of documents share: six texts, every kind of dataset that holds them, a tokenizer."""
+"""What the tests of documents share: six texts, every kind of dataset that holds them, a tokenizer, FineWeb-Edu's schema."""
 
 import json
 import os
@@ -70,8 +70,9 @@ def jsonl_folder(folder):
     return folder
 
 
-def write_parquet(path, texts, row_group_size):
-    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+def write_parquet(path, texts, row_group_size, ids=True, first_id=0):
+    columns = {"id": list(range(first_id, first_id + len(texts)))} if ids else {}
+    table = pyarrow.table(columns | {"text": texts})
     pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
     return path
 
@@ -110,7 +111,51 @@ def local_hub_folder(folder):
     return folder
 
 
+FINEWEB_COLUMNS = {
+    "text": pyarrow.string(),
+    "id": pyarrow.string(),
+    "dump": pyarrow.string(),
+    "url": pyarrow.string(),
+    "file_path": pyarrow.string(),
+    "language": pyarrow.string(),
+    "language_score": pyarrow.float64(),
+    "token_count": pyarrow.int64(),
+    "score": pyarrow.float64(),
+    "int_score": pyarrow.int64(),
+}
+
+
+def fineweb_id(i):
+    return f"<urn:uuid:{i:08x}-0000-4000-8000-000000000000>"
+
+
+def write_fineweb(folder, texts, ids=None, file_ends=(), row_group_size=2, without=()):
+    """Write texts as Parquet files of FineWeb-Edu's schema, the first file up to row ``file_ends[0]`` and so on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = ids or [fineweb_id(i) for i in range(len(texts))]
+    for number, (start, end) in enumerate(zip([0, *file_ends], [*file_ends, len(texts)], strict=True)):
+        rows = len(texts[start:end])
+        columns = {name: pyarrow.nulls(rows, kind) for name, kind in FINEWEB_COLUMNS.items()}
+        columns |= {"text": texts[start:end], "id": ids[start:end], "dump": ["CC-MAIN-2024-10"] * rows}
+        table = pyarrow.table({name: values for name, values in columns.items() if name not in without})
+        pyarrow.parquet.write_table(table, folder / f"{number:03d}_00000.parquet", row_group_size=row_group_size)
+    return folder
+
+
+def fineweb_files(folder):
+    return write_fineweb(folder, TEXTS, file_ends=(3,))
+
+
+def fineweb_repository(folder):
+    """As ``hf download`` lays it out, beside other samples."""
+    write_fineweb(folder / "sample" / "10BT", TEXTS, file_ends=(1, 5))
+    write_fineweb(folder / "sample" / "100BT", ["another sample"])
+    return folder
+
+
 KINDS = [
+    ("fineweb_edu", fineweb_files),
+    ("fineweb_edu", fineweb_repository),
     ("jsonl", jsonl_file),
     ("jsonl", jsonl_folder),
     ("parquet", parquet_file),

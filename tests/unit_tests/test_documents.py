@@ -1,5 +1,7 @@
-"""What document i is: kinds of datasets, tokenisation, shards, loader workers."""
+"""What document i is: kinds of datasets, tokenisation, shards, loader workers; which documents these are."""
 
+import hashlib
+import json
 import pickle
 
 import pytest
@@ -7,8 +9,18 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.job_config import DataLoader as DataLoaderConfig
 
 from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
-from blockgrow_titan.documents.readers import RECORD_READERS, RecordReader
-from tests.unit_tests.document_kinds import END, KINDS, TEXTS, build, in_fork, make_tokenizer, write_jsonl
+from blockgrow_titan.documents.readers import RECORD_READERS, BadDocumentError, RecordReader
+from tests.unit_tests.document_kinds import (
+    END,
+    KINDS,
+    TEXTS,
+    build,
+    fineweb_id,
+    in_fork,
+    make_tokenizer,
+    write_jsonl,
+    write_parquet,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +67,7 @@ def test_shard_is_the_first_documents(kind_and_path, shard, tokenizer, reference
 
 
 def test_shard_larger_than_the_dataset(kind_and_path, tokenizer):
-    with pytest.raises(ValueError, match=r"documents.shard_documents = 7, but .* holds 6 documents"):
+    with pytest.raises(ValueError, match=r"documents.shard_documents = 7.* but .* holds 6 documents"):
         build(*kind_and_path, tokenizer, shard_documents=7)
 
 
@@ -143,23 +155,120 @@ def test_package_path(tokenizer):
     assert len(source) == 285
 
 
+class CountingReader(RecordReader):
+    """Somebody's own kind, with nothing but what it must have."""
+
+    edited = -1
+
+    def __init__(self, config):
+        self.length = int(config.path)
+
+    def __len__(self):
+        return self.length
+
+    def where(self, i):
+        return f"number {i}"
+
+    def ids(self, i, tokenizer):
+        if i == 7:
+            raise BadDocumentError("number 7: unlucky")
+        return list(range(i + (i == self.edited)))
+
+
 def test_another_kind_is_a_registered_reader(tokenizer, monkeypatch):
-    """Pre-tokenised shards need nothing but a reader of ids."""
-
-    class CountingReader(RecordReader):
-        def __init__(self, config):
-            self.length = int(config.path)
-
-        def __len__(self):
-            return self.length
-
-        def where(self, i):
-            return f"number {i}"
-
-        def ids(self, i, tokenizer):
-            return list(range(i))
+    """Ids from anywhere need nothing but a reader."""
 
     monkeypatch.setitem(RECORD_READERS, "counting", CountingReader)
     source = build("counting", "4", tokenizer, seq_len=3)
     end_id = tokenizer.token_to_id(END)
     assert [*source] == [[end_id], [0, end_id], [0, 1, end_id], [0, 1, 2]]
+
+
+# Which documents these are
+
+
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_identity(kind_and_path, count, tokenizer, reference_ids):
+    """Of the bytes of the lines, of the ids if there are any, else of the tokens of the first documents."""
+    kind, path = kind_and_path
+    source = build(kind, path, tokenizer, shard_documents=count)
+    has_ids = kind == "parquet" and path.is_file() or (path / "dataset_info.json").exists()
+    if kind == "fineweb_edu":
+        expected = "".join(f"{fineweb_id(i)}\n" for i in range(count))
+    elif kind == "jsonl":
+        files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
+        expected = "".join(b"".join(file.read_bytes() for file in files).decode().splitlines(True)[:count])
+        assert json.loads(expected.split("\n")[0])["text"] == TEXTS[0]
+    elif has_ids:
+        expected = "".join(f"{i}\n" for i in range(count))
+    elif kind == "datasets":
+        expected = "".join(f"{reference_ids(text)[:-1]}\n" for text in TEXTS[:count])
+    else:  # two files, each with ids from 0
+        expected = "".join(f"{i}\n" for i in [0, 1, 2, 0, 1, 2][:count])
+    assert source.identity() == {"documents": count, "digest": sha256(expected)}
+    assert build(kind, path, tokenizer).reader.digest(count, tokenizer) == source.identity()["digest"]
+    tokenized = source.reader.ids_of(range(count), tokenizer)
+    assert tokenized == [reference_ids(text)[:-1] for text in TEXTS[:count]]  # all at once, as one by one
+
+
+def test_identity_of_a_dataset_in_another_order(tmp_path, tokenizer):
+    import datasets
+
+    order = [5, 0, 3, 1, 4, 2]
+    data = datasets.Dataset.from_dict({"text": TEXTS, "id": [f"id {i}" for i in range(6)]})
+    data.select(order).save_to_disk(tmp_path / "saved")
+    source = build("datasets", tmp_path / "saved", tokenizer, shard_documents=4)
+    assert source.identity()["digest"] == sha256("".join(f"id {i}\n" for i in order[:4]))
+
+
+def test_identity_does_not_depend_on_the_division_into_files(tmp_path, tokenizer):
+    whole = build("jsonl", write_jsonl(tmp_path / "whole.jsonl", TEXTS), tokenizer)
+    (tmp_path / "parts").mkdir()
+    write_jsonl(tmp_path / "parts" / "a.jsonl", TEXTS[:2])
+    last = write_jsonl(tmp_path / "parts" / "b.jsonl", TEXTS[2:])
+    last.write_text(last.read_text().rstrip("\n"))  # not even on how the last line ends
+    assert build("jsonl", tmp_path / "parts", tokenizer).identity() == whole.identity()
+
+
+def test_identity_of_somebodys_own_kind(tokenizer, monkeypatch):
+    """The first 16 documents and every power of two are looked at; a bad one is one of a kind."""
+    monkeypatch.setitem(RECORD_READERS, "counting", CountingReader)
+    source = build("counting", "40", tokenizer)
+    ids = ["bad" if i == 7 else list(range(i)) for i in [*range(16), 16, 32]]
+    assert source.identity() == {"documents": 40, "digest": sha256("".join(f"{i}\n" for i in ids))}
+    changed = set()
+    for edited in range(40):
+        monkeypatch.setattr(CountingReader, "edited", edited)
+        if source.identity()["digest"] != sha256("".join(f"{i}\n" for i in ids)):
+            changed.add(edited)
+    assert changed == {*range(16), 16, 32} - {7}
+
+
+EDITS = {
+    "jsonl": lambda path: path.write_text(path.read_text().replace("fortune", "mistake")),
+    "parquet": lambda path: write_parquet(path, [*TEXTS[:2], "edited", *TEXTS[3:]], 4, ids=False),
+    "parquet with ids": lambda path: write_parquet(path, TEXTS[1:], 4, first_id=1),
+    "datasets": lambda path: write_jsonl(path / "train.jsonl", ["edited", *TEXTS[1:]]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_changed_documents_have_another_identity(name, tmp_path, tokenizer, monkeypatch, tmp_path_factory):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    if name == "jsonl":
+        path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    elif name == "datasets":
+        path = write_jsonl(tmp_path / "train.jsonl", TEXTS).parent
+    else:
+        path = write_parquet(tmp_path / "a.parquet", TEXTS, 4, ids=name == "parquet with ids")
+    before = build(name.split()[0], path, tokenizer).identity()
+    assert build(name.split()[0], path, tokenizer).identity() == before
+    EDITS[name](path)
+    after = build(name.split()[0], path, tokenizer).identity()
+    assert after["digest"] != before["digest"]

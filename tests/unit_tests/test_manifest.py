@@ -11,6 +11,7 @@ from blockgrow_titan.growth.manifest import (
     TRAJECTORY_FIELDS,
     build_manifest,
     check_config,
+    check_data,
     read_manifest,
     trajectory_config,
     write_manifest,
@@ -37,6 +38,12 @@ FREE = {
 WHOLE_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents", "optimizer", "lr_scheduler")
 
 
+DATA: dict[str, dict[str, int | str]] = {
+    "training": {"documents": 40, "digest": "a" * 64},
+    "validation": {"documents": 7, "digest": "b" * 64},
+}
+
+
 def parsed(workspace: Path, **overrides: Any) -> JobConfig:
     return parse_config(arguments(workspace, workspace / "never_made", **overrides))
 
@@ -44,7 +51,7 @@ def parsed(workspace: Path, **overrides: Any) -> JobConfig:
 def manifest_of(job_config: JobConfig) -> dict[str, Any]:
     args = FLAVORS[job_config.model.flavor]
     args.update_from_config(job_config)
-    return build_manifest(job_config, schedule_of(job_config), args, BlockStackModel)
+    return build_manifest(job_config, schedule_of(job_config), args, BlockStackModel, DATA)
 
 
 def test_every_field_is_pinned_or_free(workspace: Path) -> None:
@@ -95,7 +102,7 @@ def test_round_trip(workspace: Path, tmp_path: Path) -> None:
     write_manifest(str(tmp_path / "step-2"), manifest)  # again, as a run that is resumed does
     assert [path.name for path in (tmp_path / "step-2").iterdir()] == ["manifest.json"]
     saved = read_manifest(str(tmp_path / "step-2"))
-    assert saved == manifest
+    assert saved == manifest and saved["data"] == DATA
     check_config(saved, job_config, "step-2")
 
 
@@ -116,3 +123,34 @@ def test_the_order_of_hooks_and_lists_counts(workspace: Path) -> None:
     job_config = parsed(workspace, growth__phase_steps=[2, 4])
     with pytest.raises(ValueError, match=r"growth.phase_steps was \[2, 4\] and is now \[4, 2\]"):
         check_config(manifest_of(job_config), parsed(workspace, growth__phase_steps=[4, 2]), "step-2")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"training": {"documents": 41, "digest": "c" * 64}},
+            ": training: it had 40 documents (digest aaaaaaaaaaaaaaaa), there are now 41 documents (digest cccccccccccccccc).",
+        ),
+        (
+            {"validation": {"documents": 7, "digest": "c" * 64}},
+            ": validation: it had 7 documents (digest bbbbbbbbbbbbbbbb), there are now 7 documents (digest cccccccccccccccc).",
+        ),
+        ({"training": {"documents": 40, "digest": "d"}, "validation": {"documents": 8, "digest": "e"}}, "; validation: it"),
+    ],
+)  # fmt: skip
+def test_changed_data_is_refused(workspace: Path, changed: dict[str, Any], words: str) -> None:
+    saved = manifest_of(parsed(workspace))
+    check_data(saved, DATA, "step-2")
+    with pytest.raises(ValueError) as error:
+        check_data(saved, DATA | changed, "step-2")
+    text = str(error.value)
+    assert text.startswith("step-2 was written by a run on other documents") and words in text
+    assert "Put the old files back to resume, or start anew with another --job.dump_folder" in text and "\n" not in text
+
+
+def test_a_manifest_without_data(workspace: Path) -> None:
+    saved = manifest_of(parsed(workspace))
+    del saved["data"]
+    with pytest.raises(ValueError, match=r"training: it had nothing, there are now 40 documents"):
+        check_data(saved, DATA, "step-2")
