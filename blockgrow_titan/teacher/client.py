@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.tools.logging import logger
 
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.bridge import Pair, check_alive, connect, tell_failure
+from blockgrow_titan.teacher.files import TeacherFiles, open_teacher
 from blockgrow_titan.teacher.messages import AnswerOverdue, BridgeError, Limits, teacher_dtype
-from blockgrow_titan.teacher.model import TeacherFiles, TeacherModel
+from blockgrow_titan.teacher.model import TeacherModel
 from blockgrow_titan.teacher.server import load_teacher
-from blockgrow_titan.teacher.worlds import DRY_RUN_MODES, TEACHER, World
+from blockgrow_titan.teacher.worlds import TEACHER, World
 
 WATCH_SECONDS = 1.0
 
@@ -245,18 +245,12 @@ def build_teacher_client(job_config: Any, world: World, device: torch.device) ->
         device: Where the student is.
 
     Raises:
-        ValueError: If the teacher's folder cannot be used; see ``TeacherFiles``.
+        ValueError: If the teacher's folder cannot be used; see ``files.py``.
         BridgeError: If a teacher rank fails or is lost before it is connected.
     """
     if not job_config.teacher.path:
         return None
-    files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
-    dry_run = job_config.comm.mode in DRY_RUN_MODES
-    if world.layout.num_teachers and not dry_run:
+    files = open_teacher(resolve(job_config.teacher.path, "teacher.path"))
+    if world.layout.num_teachers:
         return SeparateTeacher(job_config, world, files, device)
-    if dry_run:
-        logger.info(
-            f"Dry run (comm.mode = {job_config.comm.mode}): there are no other ranks, the teacher runs here, whole"
-        )
-    shard_degree = 1 if dry_run else job_config.teacher.shard_degree
-    return ColocatedTeacher(files, load_teacher(files, job_config, world, device, shard_degree))
+    return ColocatedTeacher(files, load_teacher(files, job_config, world, device))

@@ -18,8 +18,9 @@ from torchtitan.tools.logging import logger
 
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.bridge import FOREVER, Inbox, Message, Pair, check_alive, connect, tell_failure
+from blockgrow_titan.teacher.files import TeacherFiles, open_teacher
 from blockgrow_titan.teacher.messages import Kind, Limits, teacher_dtype
-from blockgrow_titan.teacher.model import TeacherFiles, TeacherModel, build_teacher
+from blockgrow_titan.teacher.model import TeacherModel, build_teacher
 from blockgrow_titan.teacher.worlds import STUDENT, World, shard_mesh, shard_ranks
 
 IDLE_ROUND_SECONDS = 0.003
@@ -57,8 +58,8 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
     """
     pairs: list[Pair] = []
     try:
-        files = TeacherFiles(resolve(job_config.teacher.path, "teacher.path"))
-        teacher = load_teacher(files, job_config, world, device, job_config.teacher.shard_degree)
+        files = open_teacher(resolve(job_config.teacher.path, "teacher.path"))
+        teacher = load_teacher(files, job_config, world, device)
         students = [world.layout.global_rank(STUDENT, s) for s in world.layout.students_of(world.role_rank)]
         limits = Limits.of_job(job_config, files.args)
         seconds = job_config.teacher.timeout_seconds
@@ -84,16 +85,14 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
     return served
 
 
-def load_teacher(
-    files: TeacherFiles, job_config: Any, world: World, device: torch.device, shard_degree: int
-) -> TeacherModel:
-    """The teacher on this rank, one copy to ``shard_degree`` ranks. If that is above 1, all ranks of the role must call."""
+def load_teacher(files: TeacherFiles, job_config: Any, world: World, device: torch.device) -> TeacherModel:
+    """The teacher on this rank, one copy to ``teacher.shard_degree`` ranks; above 1, all ranks of the role must call."""
     return build_teacher(
         files,
         dtype=teacher_dtype(job_config),
         device=device,
         max_seq_len=job_config.training.seq_len,
-        mesh=shard_mesh(world.role_size, shard_degree),
+        mesh=shard_mesh(world.role_size, job_config.teacher.shard_degree),
     )
 
 

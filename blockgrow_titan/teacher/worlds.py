@@ -23,7 +23,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
-from torchtitan.distributed.utils import init_fake_mode
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
@@ -169,17 +168,22 @@ def assign_device(
 def rendezvous(comm_mode: str = "default") -> tuple[Store, int, int]:
     """(store, global rank, world size) of the job that torchrun started; its agent's store, restarts included.
 
-    A dry run (``comm.mode`` other than "default") is one process that stands for rank 0 of NGPU ranks.
+    A dry run (``comm.mode`` other than "default") is one process that stands for rank RANK (0 by default) of NGPU ranks.
 
     Raises:
-        ValueError: In a dry run, if the environment variable NGPU is not a positive number.
+        ValueError: In a dry run, if the environment variable NGPU is not a positive number, or RANK not below it.
     """
     if comm_mode not in DRY_RUN_MODES:
         return next(dist.rendezvous("env://"))
     ngpu = os.environ.get("NGPU", "")
     if not ngpu.isdigit() or not int(ngpu):
         raise ValueError(f'comm.mode = "{comm_mode}" needs the number of ranks in NGPU, got NGPU="{ngpu}"')
-    return HashStore(), 0, int(ngpu)
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdigit() or int(rank) >= int(ngpu):
+        raise ValueError(
+            f'comm.mode = "{comm_mode}" shows one rank of NGPU = {ngpu}: RANK="{rank}" must be 0 to {int(ngpu) - 1}'
+        )
+    return HashStore(), int(rank), int(ngpu)
 
 
 @dataclass
@@ -287,10 +291,6 @@ def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, de
         os.environ["LOCAL_RANK"] = str(device_index)
     world = World(layout, role, role_rank, role_size, rank, store, socket.gethostname())
     _silence_titan_warning()
-    if job_config.comm.mode in DRY_RUN_MODES:
-        init_fake_mode(role_size, job_config.comm.mode)
-        return world
-
     store.set(f"host/{rank}", world.host)
     world.start_heartbeat()
     _set_comm_environment(job_config.comm, job_config.job.dump_folder, role)

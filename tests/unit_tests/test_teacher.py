@@ -16,9 +16,9 @@ from torchtitan.config import JobConfig
 from blockgrow_titan.job_config import Teacher
 from blockgrow_titan.teacher import server
 from blockgrow_titan.teacher.bridge import Inbox, Message
-from blockgrow_titan.teacher.client import ColocatedTeacher, SeparateTeacher, build_teacher_client
+from blockgrow_titan.teacher.client import SeparateTeacher, build_teacher_client
+from blockgrow_titan.teacher.layout import HEAD
 from blockgrow_titan.teacher.messages import BridgeError, Kind, PeerLost
-from blockgrow_titan.teacher.model import HEAD
 from blockgrow_titan.teacher.server import serve
 from blockgrow_titan.teacher.worlds import STUDENT, TEACHER, WorldLayout, join_world
 from tests.unit_tests.tiny_teachers import DIM, SEQ_LEN, VOCAB, make_teachers
@@ -271,23 +271,6 @@ def test_a_micro_batch_larger_than_the_config_allows_is_refused(rank_pool, teach
     for (text,) in students:
         assert text.startswith("ValueError: a micro-batch of 5 documents") and "training.local_batch_size" in text
     assert teacher[0].startswith("PeerFailed: student rank")
-
-
-def _dry_run(rank: int, world_size: int, store: dist.Store, folder: str, dump_folder: str) -> tuple:
-    """One process that stands for rank 0 of two students and two teachers."""
-    config = _config(folder, dump_folder, ranks=2, shard_degree=2)
-    config.comm.mode = "fake_backend"
-    world = join_world(config, WorldLayout(2, 2), dist.HashStore(), 0)
-    client = build_teacher_client(config, world, CPU)
-    assert client is not None
-    return type(client), client.result(client.submit(*_batches(0)[0]))
-
-
-def test_dry_run(rank_pool, teachers, tmp_path):
-    folder, reference = teachers["untied"]
-    ((kind, hidden),) = rank_pool.run(_dry_run, 1, folder=str(folder), dump_folder=str(tmp_path))
-    assert kind is ColocatedTeacher
-    torch.testing.assert_close(hidden, _expected(reference, 0)[0], rtol=0, atol=1e-5)
 
 
 def test_answer_that_nobody_asked_for():

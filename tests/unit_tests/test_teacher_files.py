@@ -1,28 +1,32 @@
 """The teacher's files are read or refused; its hidden states are those of transformers."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from blockgrow_titan.teacher.client import Documents
-from blockgrow_titan.teacher.model import (
-    CONFIG,
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    INDEX,
-    SINGLE,
-    TeacherFiles,
-    build_teacher,
+from blockgrow_titan.teacher.files import INDEX, open_teacher
+from blockgrow_titan.teacher.layout import EMBEDDING, FINAL_NORM, HEAD
+from blockgrow_titan.teacher.model import build_teacher
+from blockgrow_titan.teacher.worlds import shard_mesh
+from tests.unit_tests.rank_pool import init_gloo
+from tests.unit_tests.tiny_teachers import (
+    DIM,
+    SEQ_LEN,
+    VOCAB,
+    convert_teachers,
+    edit_config,
+    make_teachers,
+    save_checkpoint,
 )
-from tests.unit_tests.tiny_teachers import DIM, SEQ_LEN, VOCAB, make_teachers
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +49,17 @@ def _reference(model, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.T
     return (torch.cat([o.hidden_states[-1][0] for o in outputs]), torch.cat([o.logits[0] for o in outputs]))
 
 
+@pytest.fixture(scope="module")
+def converted(teachers, tmp_path_factory) -> dict[str, Path]:
+    return convert_teachers(teachers, tmp_path_factory.mktemp("converted"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "converted"])
 @pytest.mark.parametrize("name", ["untied", "tied", "sharded_files"])
-def test_hidden_states_and_logits_match_transformers(teachers, name):
+def test_hidden_states_and_logits_match_transformers(teachers, converted, name, kind):
     folder, reference = teachers[name]
-    files = TeacherFiles(str(folder))
     assert (folder / INDEX).exists() == (name == "sharded_files")
+    files = open_teacher(str(folder if kind == "folder" else converted[name]))
     assert (HEAD in files.names()) == (not files.tied)
     teacher = build_teacher(files, dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN)
     ids, lengths = _documents([7, SEQ_LEN, 1, 0, 12])
@@ -60,12 +70,81 @@ def test_hidden_states_and_logits_match_transformers(teachers, name):
     state = reference.state_dict()
     for got, key in ((files.embedding(), EMBEDDING), (files.final_norm(), FINAL_NORM), (files.head(), HEAD)):
         assert torch.equal(got, state[key])
-    assert torch.equal(files.read_slice(HEAD if not files.tied else EMBEDDING, 3, 9), files.head()[3:9])
+    assert files.names() and all(files.shape(key) == list(state[key].shape) for key in files.names())
+    for start, stop in ((3, 9), (0, VOCAB), (18, 61), (VOCAB - 1, VOCAB), (5, 5)):  # chunks begin at 0, 20, 40, ...
+        assert torch.equal(files.read_slice(EMBEDDING, start, stop), state[EMBEDDING][start:stop])
+
+
+def share_teacher(
+    rank: int, world_size: int, store: dist.Store, folder: str, lengths: list[int]
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """A pool function: a teacher sharded over all ranks; its hidden states, and how many rows this rank read of each."""
+    init_gloo(store, rank, world_size)
+    files = open_teacher(folder)
+    rows: dict[str, int] = {}
+    read_slice = files.read_slice
+
+    def count(name: str, start: int, stop: int) -> torch.Tensor:
+        assert name not in rows
+        rows[name] = stop - start
+        return read_slice(name, start, stop)
+
+    files.read_slice = count  # type: ignore[method-assign]
+    mesh = shard_mesh(world_size, world_size)
+    teacher = build_teacher(files, dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN, mesh=mesh)
+    return teacher.hidden_states(*_documents(lengths)), rows
+
+
+@pytest.mark.parametrize("kind", ["folder", "converted"])
+@pytest.mark.parametrize("name", ["tied", "sharded_files"])
+def test_each_rank_of_a_sharded_teacher_reads_its_own_rows(rank_pool, teachers, converted, name, kind):
+    folder, reference = teachers[name]
+    lengths = [7, SEQ_LEN, 1, 0, 12]
+    path = folder if kind == "folder" else converted[name]
+    results = rank_pool.run(share_teacher, 2, folder=str(path), lengths=lengths)
+    expected, _ = _reference(reference, *_documents(lengths))
+    shapes = {key: param.shape for key, param in reference.named_parameters() if key != HEAD}
+    for hidden, rows in results:
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+        assert rows.keys() == shapes.keys() and all(rows[key] <= -(-shapes[key][0] // 2) for key in shapes)
+    assert all(results[0][1][key] + results[1][1][key] == shapes[key][0] for key in shapes)
+
+
+def test_only_the_chunks_of_the_wanted_rows_are_read(teachers, converted, tmp_path):
+    """The files of every other chunk hold nothing but zeros here."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(converted["untied"], folder)
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    kept = {
+        info.relative_path
+        for index, info in stored.items()
+        if index.fqn == "tok_embeddings.weight" and index.offset[0] in (20, 40)
+    }
+    others = [file for file in folder.glob("*.distcp") if file.name not in kept]
+    assert len(kept) == 2 and len(others) > 20
+    for file in others:
+        file.write_bytes(bytes(file.stat().st_size))
+    files = open_teacher(str(folder))
+    embedding = teachers["untied"][1].state_dict()[EMBEDDING]
+    assert torch.equal(files.read_slice(EMBEDDING, 25, 60), embedding[25:60])
+    with pytest.raises(ValueError, match="cannot be read at model.embed_tokens.weight .*: convert its source again"):
+        files.read_slice(EMBEDDING, 25, 61)
+
+
+def test_a_checkpoint_of_torchs_own_saving_is_a_teacher(teachers, tmp_path):
+    """Whole tensors, in the model's order: nothing depends on how ``from_hf`` cuts and orders them."""
+    folder, reference = teachers["untied"]
+    save_checkpoint(folder, tmp_path / "teacher")
+    files = open_teacher(str(tmp_path / "teacher"))
+    state = reference.state_dict()
+    assert sorted(files.names()) == sorted(state)
+    assert all(torch.equal(files.read(name), state[name]) for name in files.names())
+    assert torch.equal(files.read_slice(EMBEDDING, 30, 41), state[EMBEDDING][30:41])
 
 
 def test_a_document_does_not_depend_on_its_batch(teachers):
     teacher = build_teacher(
-        TeacherFiles(str(teachers["tied"][0])), dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN
+        open_teacher(str(teachers["tied"][0])), dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN
     )
     ids, lengths = _documents([5, 20, 11, SEQ_LEN])
     together = teacher.hidden_states(ids, lengths)
@@ -74,7 +153,7 @@ def test_a_document_does_not_depend_on_its_batch(teachers):
 
 
 def test_teacher_is_frozen_and_in_its_dtype(teachers):
-    files = TeacherFiles(str(teachers["untied"][0]))
+    files = open_teacher(str(teachers["untied"][0]))
     teacher = build_teacher(files, dtype=torch.bfloat16, device=CPU, max_seq_len=SEQ_LEN)
     assert not teacher.model.training and teacher.model.output is None
     for name, param in teacher.model.named_parameters():
@@ -100,81 +179,17 @@ def test_teacher_is_frozen_and_in_its_dtype(teachers):
 )
 def test_bad_documents(teachers, ids, lengths, words):
     teacher = build_teacher(
-        TeacherFiles(str(teachers["tied"][0])), dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN
+        open_teacher(str(teachers["tied"][0])), dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN
     )
     with pytest.raises(ValueError) as error:
         teacher.hidden_states(torch.tensor(ids), torch.tensor(lengths))
     assert words in str(error.value)
 
 
-def _edit_config(folder: Path, **changes) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    for key, value in changes.items():
-        config.pop(key, None)
-        if value is not None:
-            config[key] = value
-    (folder / CONFIG).write_text(json.dumps(config))
-
-
-def _edit_weights(folder: Path, edit) -> None:
-    tensors = load_file(folder / SINGLE)
-    edit(tensors)
-    save_file(tensors, folder / SINGLE)
-
-
-def _cut_norm(tensors: dict) -> None:
-    tensors["model.layers.1.input_layernorm.weight"] = torch.ones(DIM - 1)
-
-
-FAULTS = {
-    "no folder": (lambda f: shutil.rmtree(f), ValueError, "no teacher folder"),
-    "no config": (lambda f: (f / CONFIG).unlink(), ValueError, "config.json"),
-    "not JSON": (lambda f: (f / CONFIG).write_text("{"), ValueError, "is not JSON"),
-    "a list": (lambda f: (f / CONFIG).write_text("[]"), ValueError, "JSON object"),
-    "a Llama": (lambda f: _edit_config(f, model_type="llama"), ValueError, 'model_type "llama"'),
-    "no size": (lambda f: _edit_config(f, num_hidden_layers=None), ValueError, "num_hidden_layers = None"),
-    "no rope": (lambda f: _edit_config(f, rope_parameters=None), ValueError, "rope_theta = None"),
-    "long rope": (
-        lambda f: _edit_config(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}),
-        NotImplementedError,
-        "rope_type = yarn",
-    ),
-    "sliding": (lambda f: _edit_config(f, use_sliding_window=True), NotImplementedError, "use_sliding_window = True"),
-    "no weights": (lambda f: (f / SINGLE).unlink(), ValueError, "neither model.safetensors nor"),
-    "half a file": (lambda f: (f / SINGLE).write_bytes(b"version 1"), ValueError, "not a whole safetensors file"),
-    "missing": (
-        lambda f: _edit_weights(f, lambda t: t.pop("model.layers.2.mlp.up_proj.weight")),
-        ValueError,
-        "model.layers.2.mlp.up_proj.weight is missing",
-    ),
-    "no head": (lambda f: _edit_weights(f, lambda t: t.pop(HEAD)), ValueError, "lm_head.weight is missing"),
-    "shape": (lambda f: _edit_weights(f, _cut_norm), ValueError, "has shape [31], but config.json says [32]"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_bad_folders_are_refused_in_one_line(teachers, tmp_path, fault):
-    break_it, kind, words = FAULTS[fault]
-    folder = tmp_path / "teacher"
-    shutil.copytree(teachers["untied"][0], folder)
-    break_it(folder)
-    with pytest.raises(kind) as error:
-        TeacherFiles(str(folder))
-    assert words in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_index_that_names_an_absent_file(teachers, tmp_path):
-    shutil.copytree(teachers["sharded_files"][0], tmp_path / "teacher")
-    gone = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(ValueError, match=f"{INDEX} names {gone.name}, which is not there"):
-        TeacherFiles(str(tmp_path / "teacher"))
-
-
 def test_old_config_layout_and_length_limit(teachers, tmp_path):
     shutil.copytree(teachers["untied"][0], tmp_path / "teacher")
-    _edit_config(tmp_path / "teacher", rope_parameters=None, rope_theta=777.0, rope_scaling=None)
-    files = TeacherFiles(str(tmp_path / "teacher"))
+    edit_config(tmp_path / "teacher", rope_parameters=None, rope_theta=777.0, rope_scaling=None)
+    files = open_teacher(str(tmp_path / "teacher"))
     assert files.args.rope_theta == 777.0 and files.args.norm_eps == 1e-5 and files.args.max_seq_len == 64
     with pytest.raises(ValueError, match="training.seq_len = 65 .* max_position_embeddings = 64"):
         build_teacher(files, dtype=torch.float32, device=CPU, max_seq_len=65)

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from blockgrow_titan.model.init import named_parameters
 from blockgrow_titan.teacher import server
-from blockgrow_titan.teacher.model import EMBEDDING, FINAL_NORM, HEAD, hf_parameters
+from blockgrow_titan.teacher.layout import EMBEDDING, FINAL_NORM, HEAD
+from blockgrow_titan.teacher.model import hf_parameters
 from tests.unit_tests.jobs import JOB_VOCAB, arguments, losses, run_job, validations, without_teacher
 from tests.unit_tests.models import small_model
 from tests.unit_tests.rank_pool import RankPool

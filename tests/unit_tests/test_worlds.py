@@ -116,8 +116,15 @@ def test_two_ranks_of_one_world_never_share_a_device(layout, devices, world):
 
 def test_dry_run_rendezvous(monkeypatch):
     monkeypatch.setenv("NGPU", "6")
+    monkeypatch.delenv("RANK", raising=False)
     _, rank, world_size = worlds.rendezvous("fake_backend")
     assert (rank, world_size) == (0, 6)
+    monkeypatch.setenv("RANK", "4")
+    assert worlds.rendezvous("fake_backend")[1] == 4
+    for rank in ("6", "-1", "first"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ValueError, match=f'RANK="{rank}" must be 0 to 5'):
+            worlds.rendezvous("fake_backend")
     monkeypatch.setenv("NGPU", "many")
     with pytest.raises(ValueError, match='NGPU="many"'):
         worlds.rendezvous("local_tensor")
@@ -199,18 +206,3 @@ def test_two_worlds(rank_pool, tmp_path):
         assert report["first_age"] == 0.0 and report["stopped_age"] >= 0.1
         assert any("TORCH_FR_BUFFER_SIZE" in line for line in report["logged"])  # overridden, and said so
         assert not any("already initialized" in line for line in report["logged"])
-
-
-def _dry_run(rank: int, world_size: int, store: dist.Store) -> tuple:
-    config = JobConfig()
-    config.comm.mode = "fake_backend"
-    os.environ["NGPU"] = "6"
-    store, rank, world_size = worlds.rendezvous(config.comm.mode)
-    world = join_world(config, WorldLayout.plan(world_size, -1, True), store, rank)
-    dist.all_reduce(torch.ones(1))
-    world.close()
-    return world.role, dist.get_world_size(), os.environ["WORLD_SIZE"]
-
-
-def test_dry_run(rank_pool):
-    assert rank_pool.run(_dry_run, 1) == [("student", 3, "3")]

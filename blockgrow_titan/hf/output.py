@@ -1,0 +1,98 @@
+"""A folder that appears whole or not at all."""
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.tools.logging import logger
+
+
+def check_output(out: str | Path) -> Path:
+    """The absolute path of a folder to be written.
+
+    Raises:
+        ValueError: If something is there that would be overwritten, or the folder cannot be made.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(out)))
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        what = "is not empty" if path.is_dir() else "is not a folder"
+        raise ValueError(f"{path} exists and {what}: give a new folder, or remove it")
+    parent = existing_parent(path)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        what = "cannot be written" if parent.is_dir() else "is not a folder"
+        raise ValueError(f"{path} cannot be made: {parent} {what}; give a folder elsewhere")
+    return path
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest parent that is there."""
+    return next(parent for parent in path.parents if os.path.lexists(parent))
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A new folder beside ``out`` that takes its name at the end; on any error, or Ctrl-C, it is removed.
+
+    Files must be synced by whoever writes them. What a killed run has left of the same ``out`` is removed first; a living
+    one holds a lock on its folder.
+
+    Raises:
+        ValueError: If ``out`` is not empty, cannot be made or written, or is being written.
+    """
+    path = check_output(out)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.iterdir():
+            if left.is_dir() and re.fullmatch(rf"{re.escape(path.name)}\.partial-\w{{8}}", left.name):
+                with _locked(left):
+                    shutil.rmtree(left)
+        folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.partial-", dir=path.parent))
+        try:
+            with _locked(folder):
+                yield folder
+                folder.chmod(0o777 & ~_umask())  # mkdtemp's are private
+                sync(folder)
+                os.rename(folder, path)  # also onto an empty folder
+                sync(path.parent)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise ValueError(f"{path} could not be written ({error}): make room, or give another folder") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{folder} is being written by another conversion: wait for it, or give another folder"
+            ) from error
+        except OSError:  # a file system without locks
+            logger.warning(f"{folder} cannot be locked: do not convert to it twice at a time")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file, or a folder's list of files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
