@@ -8,7 +8,7 @@ hidden states, so the same few lines are the layer in training and in an exporte
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ class DecoderLayer(nn.Module):
 
     is_qwen3: ClassVar[bool] = False
     """Whether this placement is Qwen3's own, so that an exported student is a plain ``Qwen3ForCausalLM``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_qwen3 = vars(cls).get("is_qwen3", False)  # a subclass of a placement is another one
 
     def __init__(self, args: Qwen3ModelArgs) -> None:
         super().__init__()

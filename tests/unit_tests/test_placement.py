@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockgrow_titan.model.placement import PLACEMENTS
+from blockgrow_titan.model.placement import PLACEMENTS, PostNorm, PreNorm
 from tests.unit_tests.models import VOCAB, hf_config, randomize_norms, small_model
 
 
@@ -95,8 +95,38 @@ def test_adapter_refuses_a_placement_that_hugging_face_lacks() -> None:
     from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
 
     model = small_model("post", 1)
-    with pytest.raises(NotImplementedError, match='placement is "post"'):
+    with pytest.raises(NotImplementedError, match='placement is "post".*python -m tools.convert_hf to-hf'):
         BlockStackStateDictAdapter(model.model_args).to_hf(model.state_dict())
+
+
+def test_every_parameter_has_a_hugging_face_name() -> None:
+    from transformers import Qwen3ForCausalLM
+
+    from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
+
+    for name in ("pre", "post"):
+        model = small_model(name, 12)
+        adapter = BlockStackStateDictAdapter(model.model_args)
+        shapes = {adapter.hf_name(fqn): param.shape for fqn, param in model.named_parameters()}
+        with torch.device("meta"):
+            expected = {n: p.shape for n, p in Qwen3ForCausalLM(hf_config(num_hidden_layers=12)).named_parameters()}
+        assert shapes == expected
+    for ours, theirs in (
+        ("layers.10.extra_norm.weight", "model.layers.10.extra_norm.weight"),
+        ("layers.3.ffn_norm.bias", "model.layers.3.post_attention_layernorm.bias"),
+        ("layers.3.gates", "model.layers.3.gates"),
+    ):
+        assert adapter.hf_name(ours) == theirs
+
+
+def test_a_subclass_of_qwen3s_placement_is_another() -> None:
+    class Doubled(PreNorm):
+        pass
+
+    class Renamed(PreNorm):
+        is_qwen3 = True
+
+    assert [cls.is_qwen3 for cls in (PreNorm, PostNorm, Doubled, Renamed)] == [True, False, False, True]
 
 
 def test_all_placements_have_the_same_parameters() -> None:

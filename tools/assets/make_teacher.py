@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from blockgrow_titan import FLAVORS
+import blockgrow_titan.infra.device  # noqa: F401  (before torchtitan: see there)
+from blockgrow_titan.hf.checkpoint import StudentCheckpoint
+from blockgrow_titan.hf.to_hf import qwen3_config
 from blockgrow_titan.metrics import read_events
 from blockgrow_titan.model.model import BlockStackModel
 from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
@@ -66,51 +67,11 @@ def choose(events: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
     return min(candidates, key=lambda event: event["ce"]), len(candidates)
 
 
-def read_student(checkpoint: Path) -> tuple[BlockStackModel, dict[str, Any]]:
-    """The model of a checkpoint, unsharded fp32, and its manifest."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    config = manifest["config"]
-    args = FLAVORS[config["model.flavor"]]
-    args.placement = config["block_stack.placement"]
-    args.layers_per_block = config["block_stack.layers_per_block"]
-    args.active_blocks = manifest["phases"][-1]["active_blocks"]
-    args.n_layers = args.active_blocks * args.layers_per_block
-    args.max_seq_len = config["training.seq_len"]
-    model = BlockStackModel(args)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    model.load_state_dict(state)
-    model.init_buffers()
-    return model.eval(), manifest
-
-
 def write_folder(out: Path, model: BlockStackModel) -> None:
     """Config, weights in bf16, and the tokenizer."""
     args = model.model_args
     out.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "head_dim": args.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "initializer_range": args.init_std,
-        "intermediate_size": args.hidden_dim,
-        "max_position_embeddings": args.max_seq_len,
-        "num_attention_heads": args.n_heads,
-        "num_hidden_layers": args.n_layers,
-        "num_key_value_heads": args.n_kv_heads,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": args.vocab_size,
-    }
+    config = qwen3_config(args, "bfloat16", end_of_document=0)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = BlockStackStateDictAdapter(args).to_hf(model.state_dict())
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
@@ -149,10 +110,10 @@ def main() -> None:
 
     events = read_events(str(options.run / "metrics.jsonl"))
     best, candidates = choose(events)
-    model, manifest = read_student(options.run / "checkpoint" / f"step-{best['step']}")
+    checkpoint = StudentCheckpoint(options.run / "checkpoint" / f"step-{best['step']}")
+    model, config = checkpoint.build(), checkpoint.manifest["config"]
     write_folder(options.out, model)
 
-    config = manifest["config"]
     seq_len = config["training.seq_len"]
     from tokenizers import Tokenizer
 

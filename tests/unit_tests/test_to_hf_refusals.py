@@ -1,0 +1,135 @@
+"""What to-hf refuses: each in one line that says what to do, and nothing is left."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from blockgrow_titan.hf.to_hf import to_hf
+from tests.unit_tests.models import read_json
+from tests.unit_tests.resuming import contents
+from tests.unit_tests.students import (
+    files_in,
+    made,
+    user_placement,  # noqa: F401  (a fixture)
+)
+
+
+@pytest.fixture
+def copy(workspace: Path, tmp_path: Path) -> Path:
+    return made(workspace, tmp_path / "run", "post")
+
+
+def refused(checkpoint: Path, tmp_path: Path, match: str, **kwargs) -> None:
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=match) as error:
+        to_hf(checkpoint, tmp_path / "out", **kwargs)
+    assert "\n" not in str(error.value)
+    assert files_in(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_not_a_checkpoint(copy: Path, workspace: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "absent", tmp_path, "is not there: give the .*step-N folder")
+    refused(copy / "manifest.json", tmp_path, "is a file: give the")
+    refused(copy.parent, tmp_path, "is not a checkpoint: give one of those in it: step-3")
+    refused(workspace, tmp_path, "is not a checkpoint: give the .*step-N folder")
+    refused(workspace / "teacher", tmp_path, "is in Hugging Face's format already")
+
+
+def test_half_written_or_damaged(copy: Path, tmp_path: Path) -> None:
+    data = next(copy.glob("*.distcp"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    refused(copy, tmp_path, "cannot be read .*absent, cut off or damaged; copy it again or use another")
+    data.unlink()
+    refused(copy, tmp_path, "cannot be read .*absent, cut off or damaged; copy it again or use another")
+    (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:100])
+    refused(copy, tmp_path, ".metadata is damaged .*use another checkpoint")
+    (copy / ".metadata").unlink()
+    refused(copy, tmp_path, "is half-written .*use an earlier checkpoint")
+
+
+def test_manifest(copy: Path, tmp_path: Path) -> None:
+    manifest = read_json(copy / "manifest.json")
+
+    def write(**changes) -> None:
+        (copy / "manifest.json").write_text(json.dumps(manifest | changes))
+
+    write(format=1)
+    refused(copy, tmp_path, "is not of format 2")
+    write(phases=manifest["phases"][:1] + manifest["phases"][2:])
+    refused(copy, tmp_path, "holds 2 layers at step 3, but the phases of its manifest.json have 1 in steps 1 to 1")
+    write(config=manifest["config"] | {"block_stack.placement": "middle"})
+    refused(copy, tmp_path, 'placement "middle", which "blockgrow_titan" does not register .*known: .*--import')
+    write(custom_import="no_such_module")
+    refused(copy, tmp_path, 'custom_import = "no_such_module", which cannot be imported .*--import')
+    assert to_hf(copy, tmp_path / "named", custom_import="blockgrow_titan").layers == 2
+    (copy / "manifest.json").unlink()
+    refused(copy, tmp_path, "has neither manifest.json .* nor config.json")
+
+
+@pytest.mark.usefixtures("user_placement")
+def test_another_placement_than_its_tensors(copy: Path, tmp_path: Path) -> None:
+    manifest = read_json(copy / "manifest.json")
+    manifest["config"]["block_stack.placement"] = "sandwich"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    refused(copy, tmp_path, "differ in 4 tensors, such as model.layers.0.attention_out_norm.weight: .*absent in")
+
+
+def test_tokenizer(copy: Path, workspace: Path, tmp_path: Path) -> None:
+    manifest = read_json(copy / "manifest.json")
+    manifest["config"]["model.hf_assets_path"] = str(tmp_path / "gone")
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    refused(copy, tmp_path, "there is no file or folder .*gone.* --tokenizer")
+    refused(copy, tmp_path, "there is no .*tokenizer.json.* --tokenizer", tokenizer=str(copy))
+    to_hf(copy, tmp_path / "given", tokenizer=str(workspace / "tokenizer"))
+    manifest["config"]["documents.end_of_document"] = "<end>"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    refused(copy, tmp_path, 'lacks "<end>"', tokenizer=str(workspace / "tokenizer"))
+    manifest["config"]["documents.end_of_document"] = "<|endoftext|>"
+    manifest["model"]["vocab_size"] = 200
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    refused(
+        copy, tmp_path, "ids up to 299, but the student's vocabulary is 200", tokenizer=str(workspace / "tokenizer")
+    )
+
+
+def test_arguments(copy: Path, tmp_path: Path) -> None:
+    refused(copy, tmp_path, 'dtype is "half": it must be auto, float32', dtype="half")
+    refused(copy, tmp_path, "largest shard is .5 bananas.: give bytes", max_shard_size="5 bananas")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        to_hf(copy, tmp_path / "used")
+    assert files_in(tmp_path / "used") == ["file"]
+    (tmp_path / "empty").mkdir()
+    to_hf(copy, tmp_path / "empty")
+    assert os.stat(tmp_path / "empty").st_mode & 0o077 == os.stat(copy.parent).st_mode & 0o077
+
+
+def test_weights_that_are_not_finite(workspace: Path, tmp_path: Path) -> None:
+    copy = made(workspace, tmp_path / "run", "post")
+    state = {name: tensor for name, tensor in contents(copy).items()}
+    state["layers.1.attention.wo.weight"][0, 0] = 1e30
+    shutil.move(copy / "manifest.json", tmp_path / "run" / "manifest.json")
+    shutil.rmtree(copy)
+    dcp.save(state, checkpoint_id=copy, no_dist=True)
+    shutil.move(tmp_path / "run" / "manifest.json", copy)
+    refused(copy, tmp_path, "self_attn.o_proj.weight .*not finite in torch.float16.*bfloat16", dtype="float16")
+    to_hf(copy, tmp_path / "fine", dtype="bfloat16")
+
+
+def test_ctrl_c(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("blockgrow_titan.hf.to_hf.save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        to_hf(copy, tmp_path / "out")
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        to_hf(copy, tmp_path / "out")
+    assert files_in(tmp_path) == ["run"]
