@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from blockgrow_titan.documents.readers import RECORD_READERS
@@ -30,8 +31,12 @@ TEACHER_DTYPES = ("bfloat16", "float32")
 OPTIMIZERS = ("Adam", "AdamW")  # what torchtitan's builder knows
 
 
-def check_config(job_config: JobConfig) -> None:
-    """Refuse what cannot train.
+def check_config(job_config: JobConfig, *, needs_tokenizer: bool = True) -> None:
+    """Refuse what cannot train. In a dry run, absent documents and teacher files are warnings.
+
+    Args:
+        job_config: The merged config.
+        needs_tokenizer: False: in a dry run, an absent tokenizer is a warning too.
 
     Raises:
         ValueError: For a bad value or combination.
@@ -39,16 +44,21 @@ def check_config(job_config: JobConfig) -> None:
     """
     check_types(job_config)
     spec = _check_model(job_config)
-    _check_unsupported(job_config)
     _check_values(job_config, spec)
+    _check_unsupported(job_config)
     if job_config.growth.start_phase != 0:
         raise ValueError("growth.start_phase is not a setting: remove it; a run resumes at its checkpoint's phase")
     growth_schedule.schedule_of(job_config)
     load_hooks((), job_config.growth.hooks)
     _check_paths(job_config)
     args: Any = spec.model_args[job_config.model.flavor]
-    tokenizer = _check_tokenizer(job_config, args)
-    check_teacher(job_config, args, tokenizer)
+    tokenizer = _check_tokenizer(job_config, args, needs_tokenizer)
+    check_teacher(job_config, args, tokenizer, may_be_absent=is_dry_run(job_config))
+
+
+def is_dry_run(job_config: JobConfig) -> bool:
+    """Whether this job only checks its config (``dry_run.py``)."""
+    return job_config.comm.mode == "fake_backend"
 
 
 def _check_model(job_config: JobConfig) -> TrainSpec:
@@ -71,13 +81,24 @@ def _check_model(job_config: JobConfig) -> TrainSpec:
 
 
 def _check_paths(job_config: JobConfig) -> None:
-    """The documents' files must be there."""
-    sections = {"training": job_config.training}
-    if job_config.validation.enable:
-        sections["validation"] = job_config.validation
+    """The documents must be there; in a dry run, absent ones are a warning."""
+    training, validation = job_config.training, job_config.validation
+    sections = {"training": training, "validation": validation} if validation.enable else {"training": training}
     for section, values in sections.items():
-        if values.dataset != "datasets":  # that kind may name a data set on the hub
-            resolve(values.dataset_path or "", f"{section}.dataset_path")
+        try:
+            RECORD_READERS[values.dataset].check_path(values.dataset_path or "", f"{section}.dataset_path")
+        except ValueError as error:
+            if not is_dry_run(job_config):
+                raise
+            logger.warning(f"{error}. A run would be refused")
+    one_path = validation.enable and training.dataset == validation.dataset
+    if one_path and RECORD_READERS[training.dataset].splits_one_path:
+        if (training.dataset_path or "") != (validation.dataset_path or ""):
+            raise ValueError(
+                f'training.dataset_path is "{training.dataset_path}" and validation.dataset_path "{validation.dataset_path}"; '
+                f'with "{training.dataset}" both must be the same, for the held-out documents are the first of those that are '
+                "trained on: set one to the other"
+            )
 
 
 def _check_unsupported(job_config: JobConfig) -> None:
@@ -100,10 +121,10 @@ def _check_unsupported(job_config: JobConfig) -> None:
             raise NotImplementedError(f"{name} is true, which growth does not support: set it to false")
     if job_config.comm.mode == "local_tensor":
         raise NotImplementedError('comm.mode is "local_tensor", which is not supported: leave COMM_MODE unset')
-    if job_config.checkpoint.last_save_in_hf and job_config.block_stack.placement != "pre":
+    if job_config.checkpoint.last_save_in_hf and not PLACEMENTS[job_config.block_stack.placement].is_qwen3:
         raise NotImplementedError(
             f'checkpoint.last_save_in_hf is true with block_stack.placement "{job_config.block_stack.placement}": only a '
-            "pre-norm student is a plain Qwen3; set it to false"
+            "pre-norm student is a plain Qwen3; set it to false and export with `python -m tools.convert_hf to-hf`"
         )
     if job_config.checkpoint.last_save_in_hf and not job_config.checkpoint.last_save_model_only:
         raise ValueError(
@@ -115,7 +136,7 @@ def _check_unsupported(job_config: JobConfig) -> None:
             "checkpoint.initial_load_model_only is false: a run's step, optimizer and data position belong to its own "
             "dump folder; set it to true to start from another run's weights"
         )
-    if device_type == "cpu" and job_config.comm.mode != "fake_backend":
+    if device_type == "cpu" and not is_dry_run(job_config):
         only_on_accelerators = {
             "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
             "profiling.enable_profiling": job_config.profiling.enable_profiling,
@@ -193,6 +214,7 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
         "teacher.shard_degree": (teacher.shard_degree, 1),
         "teacher.prefetch": (teacher.prefetch, 0),
         "teacher.timeout_seconds": (teacher.timeout_seconds, 1),
+        "documents.held_out_documents": (documents.held_out_documents, 0),
         "documents.pad_to_multiple_of": (documents.pad_to_multiple_of, 1),
         "metrics.log_freq": (job_config.metrics.log_freq, 1),
         "checkpoint.interval": (job_config.checkpoint.interval, 1),
@@ -249,12 +271,18 @@ def _check_validation(job_config: JobConfig) -> None:
     _check_padding("validation.seq_len", validation.seq_len, job_config.documents.pad_to_multiple_of)
 
 
-def _check_tokenizer(job_config: JobConfig, args: BlockStackArgs) -> HuggingFaceTokenizer:
-    folder = resolve(job_config.model.hf_assets_path, "model.hf_assets_path")
-    if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        raise ValueError(
-            f"model.hf_assets_path is {folder}, which has no tokenizer.json: point it at the tokenizer's folder"
-        )
+def _check_tokenizer(job_config: JobConfig, args: BlockStackArgs, needed: bool) -> HuggingFaceTokenizer | None:
+    try:
+        folder = resolve(job_config.model.hf_assets_path, "model.hf_assets_path")
+        if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            raise ValueError(
+                f"model.hf_assets_path is {folder}, which has no tokenizer.json: point it at the tokenizer's folder"
+            )
+    except ValueError as error:
+        if needed:
+            raise
+        logger.warning(f"{error}. A run would be refused")
+        return None
     tokenizer = HuggingFaceTokenizer(folder)
     if tokenizer.get_vocab_size() > args.vocab_size:
         raise ValueError(

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import record  # isort: sk
 from torchtitan.tools.logging import init_logger, logger  # isort: skip
 
 from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
-from blockgrow_titan.checks import check_config, check_ranks
+from blockgrow_titan.checks import check_config, check_ranks, is_dry_run
+from blockgrow_titan.dry_run import dry_run
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
 from blockgrow_titan.metrics import closing_table, write_summary
@@ -125,12 +126,14 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         )
         _resolve_global_batch(job_config, layout)
         check_ranks(job_config, layout.num_students)
-        dry = job_config.comm.mode == "fake_backend"
-        num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR and not dry else 0
+        if is_dry_run(job_config):
+            dry_run(job_config, layout, rank)
+            return
+        num_devices = torch.accelerator.device_count() if device.HAS_ACCELERATOR else 0
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device_index = assign_device(layout, rank, local_rank, local_world_size, num_devices)
-        point = ResumePoint(0, False) if dry else _agree_on_resume_point(job_config, store, rank)
+        point = _agree_on_resume_point(job_config, store, rank)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from error
     if point.complete:
@@ -139,12 +142,7 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         return
     world = join_world(job_config, layout, store, rank, device_index)
     try:
-        if dry:
-            from blockgrow_titan.dry_run import dry_run
-
-            dry_run(job_config, layout)
-        else:
-            run(job_config, world, point.step)
+        run(job_config, world, point.step)
     finally:
         world.close()
     dist.destroy_process_group()

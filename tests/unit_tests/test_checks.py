@@ -304,8 +304,8 @@ def write_fake_teacher(folder: Path, workspace: Path, flavor: str, **config: int
     shapes |= {"model.embed_tokens.weight": [sizes["vocab_size"], width], "model.norm.weight": [width]}
     header, end = {}, 0
     for name, shape in shapes.items():
-        size = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [end, end + size]}
+        size = 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     folder.mkdir()
     text = json.dumps(header).encode()

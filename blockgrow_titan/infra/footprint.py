@@ -1,0 +1,352 @@
+"""What a rank of a job holds in memory and computes, found by running one micro-batch on tensors without data.
+
+The student of a phase is built, wrapped and sharded as in a run, over a fake process group, and one micro-batch goes
+through it under ``FakeTensorMode``: every operation runs, none has data. ``TensorBytes`` counts the storages that are
+alive in between. So activation checkpointing, FSDP2's gathered layers, the chunked loss and the optimizer's temporary
+tensors are counted as they are, not by a formula; what is missing is what no tensor holds: the allocator's
+fragmentation, workspaces of matrix products, the collectives' own buffers and the CUDA context.
+
+A micro-batch here is as large as a micro-batch can be: every document has ``seq_len`` tokens, every token is valid.
+FLOPs are counted the same way on the meta device, without recomputation (the convention of model FLOPs utilisation).
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+
+from blockgrow_titan.distill import objective as objective_module
+from blockgrow_titan.distill.head import LossTargets
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.model.args import BlockStackArgs
+from blockgrow_titan.teacher.messages import teacher_dtype
+from blockgrow_titan.teacher.model import meta_teacher
+from blockgrow_titan.teacher.worlds import shard_mesh
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """A default process group of ``size`` ranks that sends nothing; this process is ``rank``."""
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class ValidTokens(TorchDispatchMode):
+    """Which labels are valid is data, and there is none: ``nonzero`` finds the first ``count`` elements, or all."""
+
+    def __init__(self, count: int | None = None) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.nonzero.default:
+            count = args[0].numel() if self.count is None else self.count
+            return torch.arange(count, device=args[0].device).unsqueeze(1)  # [N, 1]
+        return func(*args, **(kwargs or {}))
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return while the mode is on, and those given to ``add``.
+
+    Attributes:
+        live: Bytes of the storages that are alive now.
+        peak: The most that ``live`` has been since the start or the last ``reset_peak``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._bytes: dict[int, int] = {}  # address of a storage -> its bytes
+
+    def add(self, *tensors: Tensor) -> None:
+        """Count the storages of tensors that were there before."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def _see(self, tensor: Tensor) -> None:
+        while (inner := getattr(tensor, "_local_tensor", getattr(tensor, "elem", None))) is not None:
+            tensor = inner  # DTensor, AsyncCollectiveTensor
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._bytes:
+            weakref.finalize(storage, self._set, key, None)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, size: int | None) -> None:
+        self.live += (size or 0) - self._bytes.pop(key, 0)
+        if size is not None:
+            self._bytes[key] = size
+        self.peak = max(self.peak, self.live)
+
+    def __enter__(self) -> "TensorBytes":
+        # FSDP2 frees and takes back gathered parameters by resizing their storage, which is no operation
+        self._resize = torch.UntypedStorage.resize_
+        tracker, resize = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if storage._cdata in tracker._bytes:
+                tracker._set(storage._cdata, size)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, Tensor):
+                self._see(value)
+        return out
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that this rank holds."""
+    return sum(_local(p).numel() * p.element_size() for p in model.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class StudentFootprint:
+    """Bytes on one student rank in one phase."""
+
+    weights: int
+    """This rank's shard of the parameters, and the rotary table."""
+    gradients: int
+    optimizer: int
+    teacher_head: int
+    """The frozen copy of the teacher's head."""
+    answer: int
+    """The teacher's hidden states of the micro-batch that is trained on."""
+    activations: int
+    """What the layers keep for their backward, with gathered parameters."""
+    loss: int
+    """What the head's loss takes on top: two chunks of logits, and the gradients that it forms."""
+    peak: int
+    """The most that is alive at once, over forward, backward and optimizer."""
+    prefetch: int
+    """Answers that wait in host memory, at most."""
+
+
+def _student(job_config: JobConfig, args: BlockStackArgs) -> nn.Module:
+    """A phase's student on the meta device, not yet parallelised."""
+    spec = get_train_spec(job_config.model.name)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return spec.model_cls(args)
+
+
+def student_on_meta(
+    job_config: JobConfig, args: BlockStackArgs, parallel_dims: ParallelDims
+) -> tuple[nn.Module, int, int]:
+    """A phase's student on the meta device, parallelised as in a run, with its parameters: all and trainable ones."""
+    model = _student(job_config, args)
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return get_train_spec(job_config.model.name).parallelize_fn(model, parallel_dims, job_config), total, trainable
+
+
+@contextlib.contextmanager
+def _row_blocks_of(device_type: str) -> Iterator[None]:
+    """Let the loss, which runs on the CPU here, cut its chunks as it would on another device."""
+    saved = objective_module.CPU_ROW_BLOCK_ELEMENTS
+    if device_type != "cpu":
+        blocks = objective_module.DEVICE_ROW_BLOCK_ELEMENTS // torch.get_num_threads()
+        objective_module.CPU_ROW_BLOCK_ELEMENTS = max(1, blocks)
+    try:
+        yield
+    finally:
+        objective_module.CPU_ROW_BLOCK_ELEMENTS = saved
+
+
+def student_footprint(
+    job_config: JobConfig,
+    args: BlockStackArgs,
+    parallel_dims: ParallelDims,
+    *,
+    documents: int | None = None,
+    device_type: str = "cuda",
+) -> StudentFootprint:
+    """Run one micro-batch and one optimizer step of a phase on fake tensors. Needs a ``fake_world`` of the student.
+
+    Args:
+        job_config: The job's config. ``torch.compile`` is left out: it can only lower the activations.
+        args: The phase's model arguments.
+        parallel_dims: The student's mesh.
+        documents: Documents of the micro-batch, ``training.local_batch_size`` by default.
+        device_type: The device whose block sizes the loss uses.
+
+    Raises:
+        NotImplementedError: If parameters are offloaded to the CPU.
+    """
+    config = copy.deepcopy(job_config)
+    config.compile.enable = False
+    if config.training.enable_cpu_offload:
+        raise NotImplementedError("training.enable_cpu_offload is true, which a plan does not cover: set it to false")
+    spec = get_train_spec(config.model.name)
+    model, _, _ = student_on_meta(config, args, parallel_dims)
+    has_teacher, dtype = bool(config.teacher.path), teacher_dtype(config)
+    rows, seq_len = documents or config.training.local_batch_size, config.training.seq_len
+
+    with _row_blocks_of(device_type), FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
+        model.to_empty(device="cpu")
+        model.init_buffers()  # type: ignore[operator]
+        model.train()
+        memory.add(*model.parameters(), *model.buffers())
+        marks = [memory.live]
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        for param in trainable:
+            param.grad = torch.zeros_like(param)
+        marks.append(memory.live)
+        optimizers = spec.build_optimizers_fn([model], config.optimizer, parallel_dims)
+        optimizers.step()
+        marks.append(memory.live)
+        head = torch.empty(args.vocab_size, args.dim, dtype=dtype) if has_teacher else None
+        marks.append(memory.live)
+
+        at_head: list[int] = []  # live before the head, peak in it
+
+        def before_head(*_: Any) -> None:
+            at_head.append(memory.live)
+            memory.reset_peak()
+
+        head_module = model.get_submodule("output")
+        head_module.register_forward_pre_hook(before_head)
+        head_module.register_forward_hook(lambda *_: at_head.append(memory.peak))
+        memory.reset_peak()
+        inputs, labels = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
+        answer = torch.empty(rows * seq_len, args.dim, dtype=dtype) if has_teacher else None
+        with ValidTokens():
+            targets = LossTargets(labels, spec.build_loss_fn(config), 1.0, answer, head)
+            sums = model(inputs, targets)
+            answer_bytes = 0 if answer is None else answer.untyped_storage().nbytes()
+            del targets, answer
+            sums.loss.backward()
+            del sums
+        dist_utils.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
+        optimizers.step()
+        peak = max(memory.peak, at_head[1])
+    weights, gradients, optimizer, teacher_head = (b - a for a, b in zip([0, *marks], marks, strict=False))
+    return StudentFootprint(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        teacher_head=teacher_head,
+        answer=answer_bytes,
+        activations=at_head[0] - marks[-1] - answer_bytes,
+        loss=at_head[1] - at_head[0],
+        peak=peak,
+        prefetch=config.teacher.prefetch * answer_bytes if config.teacher.ranks else 0,
+    )
+
+
+@dataclass(frozen=True)
+class TeacherFootprint:
+    """Bytes on one rank that holds the teacher."""
+
+    weights: int
+    peak: int
+    """With the largest request: ``training`` or ``validation.local_batch_size`` documents of ``seq_len`` tokens."""
+
+
+def teacher_footprint(job_config: JobConfig, args: Qwen3ModelArgs, role_size: int) -> TeacherFootprint:
+    """Run the largest request on fake tensors. Needs a ``fake_world`` of ``role_size`` ranks that hold the teacher."""
+    training, validation = job_config.training, job_config.validation
+    rows = max(training.local_batch_size, validation.local_batch_size if validation.enable else 0)
+    mesh = shard_mesh(role_size, job_config.teacher.shard_degree)
+    model = meta_teacher(replace(args, max_seq_len=training.seq_len), teacher_dtype(job_config), mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
+        model.to_empty(device="cpu")
+        memory.add(*model.parameters(), *model.buffers())
+        weights = memory.live
+        memory.reset_peak()
+        with torch.no_grad():
+            model(torch.zeros(rows, training.seq_len, dtype=torch.int64))
+        return TeacherFootprint(weights, memory.peak)
+
+
+def student_flops(
+    job_config: JobConfig,
+    args: BlockStackArgs,
+    documents: int,
+    length: int,
+    *,
+    valid_tokens: int | None = None,
+    train: bool = True,
+) -> int:
+    """FLOPs of a phase's student for one micro-batch: forward, loss and, with ``train``, backward.
+
+    Attention counts whole (not the causal half), the loss with both heads' products, recomputation not at all.
+
+    Args:
+        job_config: The job's config.
+        args: The phase's model arguments.
+        documents, length: Shape of the padded micro-batch.
+        valid_tokens: How many of its tokens the loss sees; None: all.
+        train: False for a validation.
+    """
+    model = _student(job_config, args)
+    ids = torch.zeros(documents, length, dtype=torch.int64, device="meta")
+    valid = documents * length if valid_tokens is None else valid_tokens
+    answer = head = None
+    if job_config.teacher.path:
+        dtype = TORCH_DTYPE_MAP[job_config.training.dtype]
+        answer = torch.empty(valid, args.dim, dtype=dtype, device="meta")
+        head = torch.empty(args.vocab_size, args.dim, dtype=dtype, device="meta")
+    objective = get_train_spec(job_config.model.name).build_loss_fn(job_config)
+    with _counter() as counter, ValidTokens(valid), torch.set_grad_enabled(train):
+        sums = model(ids, LossTargets(ids, objective, 1.0, answer, head))
+        if train:
+            sums.loss.backward()
+    return counter.get_total_flops()
+
+
+def teacher_flops(args: Qwen3ModelArgs, documents: int, length: int) -> int:
+    """FLOPs of the teacher's forward, without its head, for documents of one length."""
+    model = meta_teacher(replace(args, max_seq_len=length), torch.float32)
+    with _counter() as counter, torch.no_grad():
+        model(torch.zeros(documents, length, dtype=torch.int64, device="meta"))
+    return counter.get_total_flops()
+
+
+def _in_place_product_flops(total: Any, a: Any, b: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]  # of shapes
+
+
+def _counter() -> FlopCounterMode:
+    """torch's counter does not know the product that is added in place."""
+    return FlopCounterMode(display=False, custom_mapping={aten.addmm_: _in_place_product_flops})

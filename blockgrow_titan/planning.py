@@ -1,0 +1,279 @@
+"""What a run needs and costs, before a GPU is booked (``tools/plan.py`` prints it).
+
+The config is checked as in a run, but neither weights nor documents nor a tokenizer have to be there. Each phase's
+student, and the teacher, run the largest micro-batch on tensors without data, which gives memory and FLOPs
+(``infra/footprint.py``). FLOPs over the hardware's peak times the utilisation give each world's time for a step; the
+longer one is the step's, since the teacher works ahead. Traffic on the bridge, tokens, hours and a better division of
+the ranks follow by arithmetic.
+
+Not in the times: loading, checkpoints, growth, and student ranks that wait for the one with the longest documents.
+"""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
+
+from blockgrow_titan.checks import check_config, check_ranks
+from blockgrow_titan.growth.schedule import Phase, schedule_of
+from blockgrow_titan.infra.footprint import (
+    StudentFootprint,
+    TeacherFootprint,
+    fake_world,
+    student_flops,
+    student_footprint,
+    student_on_meta,
+    teacher_flops,
+    teacher_footprint,
+)
+from blockgrow_titan.infra.parallelize import data_parallel_dims
+from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.model.args import BlockStackArgs
+from blockgrow_titan.teacher.check import teacher_args
+from blockgrow_titan.teacher.messages import teacher_dtype
+from blockgrow_titan.teacher.worlds import WorldLayout
+
+GIB = 2**30
+TOKEN_ID_BYTES = 4
+
+USABLE = 0.9
+"""Share of a GPU's memory that tensors may fill: the rest is the allocator's, the collectives' and the CUDA context's."""
+
+LENGTH_SIGMA = 1.0
+"""Documents' lengths are taken to be log-normal with this sigma."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU, from its data sheet."""
+
+    flops: float
+    """Dense bf16 FLOP/s, accumulated in fp32."""
+    memory: float
+    """Bytes."""
+
+
+HARDWARE = {
+    "a100-40gb": Hardware(312e12, 40 * GIB),
+    "a100": Hardware(312e12, 80 * GIB),
+    "h100": Hardware(989e12, 80 * GIB),
+    "h200": Hardware(989e12, 141e9),
+    "b200": Hardware(2250e12, 180e9),
+    "l40s": Hardware(362e12, 48 * GIB),
+    "rtx3090": Hardware(71e12, 24 * GIB),
+    "rtx4090": Hardware(165e12, 24 * GIB),
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a config does not say."""
+
+    hardware: Hardware
+    mfu: float
+    """Model FLOPs utilisation of both worlds; recomputation does not count as work."""
+    tokens_per_document: float
+    """Mean number of predicted tokens of a document, after truncation."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs over all ranks of each world."""
+
+    student: float
+    teacher: float
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One phase: what the student is, what a rank of it holds, and the work of a step and of a validation."""
+
+    phase: Phase
+    layers: int
+    parameters: int
+    trainable: int
+    memory: StudentFootprint
+    step: Work
+    validation: Work
+    validations: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's ranks and phases."""
+
+    job_config: JobConfig
+    layout: WorldLayout
+    assumptions: Assumptions
+    phases: tuple[PhasePlan, ...]
+    finished_parameters: int
+    """Of the student with all of ``block_stack.num_blocks``."""
+    hidden_size: int
+    teacher: TeacherFootprint | None
+    teacher_layers: int
+    valid_share: float
+    """Valid tokens among those of the padded micro-batches."""
+    largest_micro_batch: int
+    """Documents of ``training.seq_len`` tokens that fit on a student GPU in the last phase."""
+
+    @property
+    def step_tokens(self) -> float:
+        """Valid tokens of a step."""
+        return self.job_config.training.global_batch_size * self.assumptions.tokens_per_document
+
+    @property
+    def bridge_bytes(self) -> float:
+        """Bytes of a step between the worlds: token ids one way, hidden states the other."""
+        width = self.hidden_size * teacher_dtype(self.job_config).itemsize + TOKEN_ID_BYTES
+        return self.step_tokens * width if self.layout.num_teachers else 0.0
+
+    def world_seconds(self, work: Work, layout: WorldLayout | None = None) -> tuple[float, float]:
+        """Time of some work in each world; a colocated teacher's is the student's."""
+        layout = layout or self.layout
+        rate = self.assumptions.hardware.flops * self.assumptions.mfu
+        if not layout.num_teachers:
+            return (work.student + work.teacher) / (layout.num_students * rate), 0.0
+        return work.student / (layout.num_students * rate), work.teacher / (layout.num_teachers * rate)
+
+    def seconds(self, phase: PhasePlan, layout: WorldLayout | None = None) -> float:
+        """Time of a phase's steps and validations."""
+        step = max(self.world_seconds(phase.step, layout))
+        validation = max(self.world_seconds(phase.validation, layout))
+        return phase.phase.steps * step + phase.validations * validation
+
+    def best_layout(self) -> WorldLayout:
+        """The division of the same ranks that takes least time, among those that the teacher's shards allow."""
+        degree = self.job_config.teacher.shard_degree
+        candidates = [
+            WorldLayout(self.layout.world_size - teachers, teachers)
+            for teachers in range(degree, self.layout.world_size, degree)
+        ]
+        return min(candidates, key=lambda layout: sum(self.seconds(phase, layout) for phase in self.phases))
+
+
+def valid_share(documents: int, mean: float, seq_len: int) -> float:
+    """Share of valid tokens when ``documents`` of log-normal lengths are padded to the longest of them."""
+    rng = np.random.default_rng(0)
+    location = np.log(mean) - LENGTH_SIGMA**2 / 2
+    lengths = np.minimum(rng.lognormal(location, LENGTH_SIGMA, size=(20_000, documents)), seq_len)
+    return float(lengths.mean() / lengths.max(axis=1).mean())
+
+
+def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Plan:
+    """Measure every phase of a job on tensors without data.
+
+    Args:
+        job_config: The parsed config; its ``comm.mode`` becomes that of a dry run.
+        ngpu: Ranks of the whole job.
+        assumptions: What the config does not say.
+
+    Raises:
+        ValueError, NotImplementedError: For every reason of ``check_config``, and if the ranks do not fit.
+    """
+    job_config.comm.mode = "fake_backend"  # absent teacher and documents are warnings
+    check_config(job_config, needs_tokenizer=False)
+    training, teacher = job_config.training, job_config.teacher
+    layout = WorldLayout.plan(ngpu, teacher.ranks, bool(teacher.path), teacher.shard_degree)
+    check_ranks(job_config, layout.num_students)
+    if training.global_batch_size == -1:
+        training.global_batch_size = training.local_batch_size * layout.num_students
+    args = cast(BlockStackArgs, get_train_spec(job_config.model.name).model_args[job_config.model.flavor])
+    teacher_model = teacher_args(job_config, args) if teacher.path else None
+    args.update_from_config(job_config)
+
+    teacher_memory = None
+    if teacher_model is not None:
+        holders = layout.num_teachers or layout.num_students
+        with fake_world(0, holders):
+            teacher_memory = teacher_footprint(job_config, teacher_model, holders)
+    share = valid_share(training.local_batch_size, assumptions.tokens_per_document, training.seq_len)
+    with fake_world(0, layout.num_students):
+        student = _Student(job_config, args, layout.num_students)
+        flops = _Flops(job_config, args, teacher_model, assumptions.tokens_per_document, share)
+        phases = tuple(
+            PhasePlan(
+                phase,
+                phase.active_blocks * args.layers_per_block,
+                *student.parameters(phase),
+                student.footprint(phase),
+                flops.of_step(phase),
+                flops.of_validation(phase),
+                _validations(job_config, phase),
+            )
+            for phase in schedule_of(job_config).phases
+        )
+        last = phases[-1]
+        further = student.footprint(last.phase, training.local_batch_size + 1).peak - last.memory.peak
+        finished, _ = student.parameters(replace(last.phase, active_blocks=job_config.block_stack.num_blocks))
+    beside = teacher_memory.peak if teacher_memory is not None and not layout.num_teachers else 0
+    room = USABLE * assumptions.hardware.memory - last.memory.peak - beside
+    return Plan(
+        job_config=job_config,
+        layout=layout,
+        assumptions=assumptions,
+        phases=phases,
+        finished_parameters=finished,
+        hidden_size=args.dim,
+        teacher=teacher_memory,
+        teacher_layers=0 if teacher_model is None else teacher_model.n_layers,
+        valid_share=share,
+        largest_micro_batch=max(0, training.local_batch_size + int(room // max(1, further))),
+    )
+
+
+def _validations(job_config: JobConfig, phase: Phase) -> int:
+    """How many a phase has: at its start, every ``validation.freq`` steps, and at its last step."""
+    if not job_config.validation.enable:
+        return 0
+    freq, last = job_config.validation.freq, phase.last_step
+    return 1 + last // freq - (phase.first_step - 1) // freq + (last % freq > 0)
+
+
+@dataclass(frozen=True)
+class _Student:
+    """The student of each phase, sharded over the ranks of the ``fake_world`` that is there."""
+
+    job_config: JobConfig
+    args: BlockStackArgs
+    ranks: int
+
+    def parameters(self, phase: Phase) -> tuple[int, int]:
+        """All and trainable ones."""
+        dims = data_parallel_dims(self.job_config, self.ranks)
+        return student_on_meta(self.job_config, self.args.for_phase(phase, self.job_config), dims)[1:]
+
+    def footprint(self, phase: Phase, documents: int | None = None) -> StudentFootprint:
+        dims = data_parallel_dims(self.job_config, self.ranks)
+        args = self.args.for_phase(phase, self.job_config)
+        return student_footprint(self.job_config, args, dims, documents=documents)
+
+
+@dataclass(frozen=True)
+class _Flops:
+    """Work of a job's micro-batches, all of them of the mean shape."""
+
+    job_config: JobConfig
+    args: BlockStackArgs
+    teacher: Qwen3ModelArgs | None
+    tokens_per_document: float
+    valid_share: float
+
+    def _of_documents(self, count: int, phase: Phase, train: bool) -> Work:
+        rows = self.job_config.training.local_batch_size
+        length = min(round(self.tokens_per_document / self.valid_share), self.job_config.training.seq_len)
+        valid = min(round(rows * self.tokens_per_document), rows * length)
+        args = self.args.for_phase(phase, self.job_config)
+        student = student_flops(self.job_config, args, rows, length, valid_tokens=valid, train=train)
+        teacher = 0 if self.teacher is None else teacher_flops(self.teacher, rows, length)
+        return Work(count * student / rows, count * teacher / rows)
+
+    def of_step(self, phase: Phase) -> Work:
+        return self._of_documents(self.job_config.training.global_batch_size, phase, train=True)
+
+    def of_validation(self, phase: Phase) -> Work:
+        """Nothing where the config does not say how many documents there are."""
+        validation = self.job_config.validation
+        known = validation.enable and validation.dataset == "fineweb_edu"
+        return self._of_documents(self.job_config.documents.held_out_documents if known else 0, phase, train=False)
