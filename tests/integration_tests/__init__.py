@@ -24,6 +24,8 @@ class OverrideDefinitions:
     """Unique name: selects the test and names its folder."""
     ngpu: int | Sequence[int] = 2
     """Ranks: one number, or one for each launch."""
+    launcher: str = ""
+    """Script that starts every launch, relative to the root of the repository; empty: the harness's, `run_train.sh`."""
     config: str = "train_configs/grow_post.toml"
     """Base TOML file, relative to the root of the repository."""
     env: Mapping[str, str] = field(default_factory=dict)

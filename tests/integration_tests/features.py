@@ -3,6 +3,8 @@
 Every launch costs about 20 seconds, most of it imports, so one launch serves several checks. At most 15 launches.
 """
 
+import os
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from tests.integration_tests.reading import (
     train_values,
 )
 
+SLURM = Path(__file__).parent / "slurm"  # srun and scontrol for one machine
+
 SHORT = (
     "--training.seq_len", "64", "--validation.seq_len", "64", "--training.global_batch_size", "6",
     "--training.local_batch_size", "3", "--lr_scheduler.warmup_steps", "2", "--checkpoint.interval", "3",
@@ -24,6 +28,13 @@ SHORT = (
 )  # fmt: skip
 GROW = (*SHORT, "--training.steps", "9", "--growth.phase_steps", "4", "3", "2")
 JOINT = (*SHORT, "--training.steps", "7", "--growth.phase_steps", "7")
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def check_depths(dump: Path, layers: list[int]) -> None:
@@ -199,5 +210,20 @@ def build_features_test_list() -> list[OverrideDefinitions]:
             test_name="no_teacher",
             config="train_configs/teacher.toml",
             checks=(partial(check_steps, steps=4), check_loss_falls, check_not_distilled),
+        ),
+        OverrideDefinitions(
+            override_args=((*SHORT, "--training.steps", "4", "--growth.phase_steps", "2", "1", "1"),),
+            test_descr="two nodes of one rank each, started as under Slurm: the student on one, the teacher on the other",
+            test_name="two_nodes",
+            launcher="multinode.slurm",
+            ngpu=1,
+            env={
+                "PATH": f"{SLURM}{os.pathsep}{os.environ['PATH']}",
+                "SLURM_JOB_NODELIST": "localhost,localhost",
+                "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_JOB_ID": "7",
+                "PORT": str(free_port()),
+            },
+            checks=(partial(check_steps, steps=4), partial(check_summary, active_blocks=[1, 2, 3]), check_distilled),
         ),
     ]

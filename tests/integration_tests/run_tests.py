@@ -122,6 +122,7 @@ def run_definition(definition: OverrideDefinitions, folder: Path, launcher: Path
         AssertionError: If a launch ends otherwise than expected. What a check raises passes through.
     """
     dump = folder / "dump"
+    launcher = ROOT / definition.launcher if definition.launcher else launcher
     last = len(definition.override_args) - 1
     for number, overrides in enumerate(definition.override_args):
         arguments = [argument.replace("{dump}", str(dump)) for argument in overrides]
