@@ -48,7 +48,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.iterdir():
-            if left.is_dir() and re.fullmatch(rf"{re.escape(path.name)}\.partial-\w{{8}}", left.name):
+            if left.is_dir() and re.fullmatch(rf"{re.escape(path.name)}\.partial-[a-z0-9_]{{8}}", left.name):
                 with _locked(left):
                     shutil.rmtree(left)
         folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.partial-", dir=path.parent))

@@ -113,7 +113,7 @@ def test_config_and_tokenizer_come_along(source, tmp_path):
 def test_where_a_checkpoint_may_go(source, tmp_path, monkeypatch, capsys):
     """Into an empty folder, below parents that are not there yet, along a relative path; what a killed run left goes."""
     (tmp_path / "empty").mkdir()
-    for name in ("empty.partial-12", "other.partial-12"):
+    for name in ("empty.partial-12ab_9yz", "empty.partial-notes", "other.partial-12ab_9yz"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_text("half")
     convert(str(source), str(tmp_path / "empty"), progress=False)
@@ -123,7 +123,13 @@ def test_where_a_checkpoint_may_go(source, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "100%" in shown and "Traceback" not in shown
     assert (tmp_path / "empty/.metadata").exists() and (tmp_path / "a/b/out/.metadata").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "other.partial-12", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a",
+        "empty",
+        "empty.partial-notes",
+        "other.partial-12ab_9yz",
+        "source",
+    ]
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["out"]
 
 
@@ -257,13 +263,13 @@ def test_too_small_a_disk(source, tmp_path, monkeypatch):
 
 
 def test_a_conversion_that_runs_is_left_alone(source, tmp_path):
-    (tmp_path / "out.partial-x").mkdir()
-    descriptor = os.open(tmp_path / "out.partial-x", os.O_RDONLY)
+    (tmp_path / "out.partial-12ab_9yz").mkdir()
+    descriptor = os.open(tmp_path / "out.partial-12ab_9yz", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="out.partial-x is being written by another conversion: wait for it"):
+    with pytest.raises(ValueError, match="out.partial-12ab_9yz is being written by another conversion: wait for it"):
         convert(str(source), str(tmp_path / "out"), progress=False)
     os.close(descriptor)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial-x", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial-12ab_9yz", "source"]
     convert(str(source), str(tmp_path / "out"), progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
