@@ -43,7 +43,8 @@ brings one modelling file with the placement's own source, which needs torch and
 trust_remote_code=True. A placement that was registered by a module of yours is found through the run's
 experimental.custom_import; its class must be self-contained (torch, nn, F and its own modules), and is refused otherwise.
 
-memory: the tensors of one file (--max-shard-size) in the checkpoint's dtype, plus 1 GB.
+memory: the tensors of one file (--max-shard-size), in the checkpoint's dtype or the exported one, whichever is wider,
+plus 1 GB.
 """
 TO_HF_EXAMPLE = """examples:
   python -m tools.convert_hf to-hf outputs/grow_post/checkpoint/step-60 exported/one-block
@@ -81,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("out", metavar="OUT", help="the Hugging Face folder, absent or empty")
     command.add_argument("--dtype", default="auto", help="auto (as stored; the default), float32, bfloat16 or float16")
     command.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="the most bytes in a file (default: 5GB)"
+        "--max-shard-size", default="5GB", metavar="SIZE", help="the most bytes in a file, as in 5GB (the default)"
     )
     _add_common(command)
 
@@ -142,7 +143,9 @@ def run(options: argparse.Namespace) -> int:
 
     from blockgrow_titan.hf.verify import verify
 
-    text = options.text_file.read_text(encoding="utf-8") if options.text_file else options.text
+    text = options.text
+    if options.text_file:
+        text = options.text_file.read_bytes().decode("utf-8", "surrogateescape")  # verify refuses what is no UTF-8
     difference = verify(options.a, options.b, text=text, tolerance=options.tolerance, **common)
     print(
         f"largest difference {difference.largest:.3e} at token {difference.position} ({difference.token!r}), mean "

@@ -72,7 +72,8 @@ def model_card(checkpoint: StudentCheckpoint, dtype: str, dtypes: str, parameter
         taught=f"by distillation from `{teacher}`" if teacher else "from scratch, without a teacher",
         moment=f"{at}in phase {phase['index']} of {len(manifest['phases'])} (counted from 0)",
         code=(
-            "Its norms do not stand where Qwen3's do: it carries its modelling code, which `trust_remote_code` runs."
+            "Its norms do not stand where Qwen3's do: it carries its modelling code, which `trust_remote_code` runs "
+            "(transformers 4.57 or later)."
             if custom
             else "It is a plain `Qwen3ForCausalLM`."
         ),

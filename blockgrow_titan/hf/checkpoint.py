@@ -188,8 +188,8 @@ def find_placement(name: str, custom_import: str, where: str) -> type[DecoderLay
             importlib.import_module(custom_import)
     except Exception as error:  # a user's module may fail in any way
         raise ValueError(
-            f'{where} was trained with experimental.custom_import = "{custom_import}", which cannot be imported ({_one_line(error)}): '
-            "put it on PYTHONPATH, or name the module that registers the placement with --import"
+            f'"{custom_import}", to be imported for {where} (its experimental.custom_import, or --import), cannot be imported '
+            f"({_one_line(error)}): put it on PYTHONPATH, or name the module that registers the placement with --import"
         ) from error
     if name not in PLACEMENTS:
         raise ValueError(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from tqdm import tqdm
 
-from blockgrow_titan.hf.output import check_output, existing_parent, new_folder, sync
+from blockgrow_titan.hf.output import check_output, check_space, new_folder, sync
 from blockgrow_titan.teacher.files import CONFIG, DCP_METADATA, HuggingFaceFiles, is_finite, open_teacher
 from blockgrow_titan.teacher.layout import HEAD, shortened, tensor_layout
 
@@ -59,15 +59,15 @@ def convert(hf_folder: str, out: str, *, progress: bool = True) -> None:
             differs from the embedding that it is tied to. Nothing is left of ``out`` then.
         NotImplementedError: The config asks for what torchtitan's Qwen3 does not have, or is quantised.
     """
-    source, path = os.path.abspath(os.path.expanduser(hf_folder)), check_output(out)
+    source, path = os.path.abspath(os.path.expanduser(hf_folder)), check_output(out, hf_folder)
     if os.path.isfile(os.path.join(source, DCP_METADATA)):
-        raise ValueError(f"{source} is a converted checkpoint already: give a Hugging Face folder")
+        raise ValueError(f"{source} is a checkpoint already: give a Hugging Face folder")
     files = open_teacher(source, role="model")
     assert isinstance(files, HuggingFaceFiles)
     files.check_tied_head()
     chunks = _chunks(files)
-    _check_space(path, chunks)
     total = sum(chunk.num_bytes for chunk in chunks)
+    check_space(path, total + _PICKLED_BYTES * len(chunks))
     with new_folder(path) as folder, tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
         _write_tensors(files, chunks, folder, bar)
         for name in COPIED:
@@ -160,7 +160,12 @@ def _write_tensors(files: HuggingFaceFiles, chunks: list[_Chunk], folder: Path, 
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = reader.create_global_plan([writer.prepare_local_plan(plan) for plan in _file_plans(chunks)])
-    results = [writer.write_data(plan, reader).value() for plan in writer.prepare_global_plan(plans)]
+    results = []
+    for plan in writer.prepare_global_plan(plans):
+        try:
+            results.append(writer.write_data(plan, reader).value())
+        except RuntimeError as error:
+            raise _cause(error) from None
     if reader.not_finite:
         raise ValueError(
             f"the model in {files.folder} has values that are not finite in {shortened(list(reader.not_finite))}: take "
@@ -169,11 +174,9 @@ def _write_tensors(files: HuggingFaceFiles, chunks: list[_Chunk], folder: Path, 
     writer.finish(metadata, results)
 
 
-def _check_space(out: Path, chunks: list[_Chunk]) -> None:
-    parent = existing_parent(out)
-    needed = sum(chunk.num_bytes + _PICKLED_BYTES for chunk in chunks)
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise ValueError(
-            f"{out} needs {needed:,} bytes, but {parent} has {free:,} free: make room, or give another disk"
-        )
+def _cause(error: BaseException) -> BaseException:
+    """What stopped torch's zip writer, Ctrl-C or a full disk: it hides that behind an error of its own."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt | OSError):
+        seen = seen.__context__
+    return seen or error

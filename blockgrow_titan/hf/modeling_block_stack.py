@@ -7,7 +7,7 @@
 
 Everything but the norms is transformers' Qwen3: attention, KV cache, masks, rotary embedding, generation. A placement's
 ``place`` is one decoder layer's computation; its ``enter`` and ``leave`` say what the one boundary norm does before the
-first layer and after the last. This file needs torch and transformers only.
+first layer and after the last. This file needs torch and transformers (4.57 or later) only.
 """
 
 from __future__ import annotations

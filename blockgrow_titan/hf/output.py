@@ -12,21 +12,43 @@ from pathlib import Path
 from torchtitan.tools.logging import logger
 
 
-def check_output(out: str | Path) -> Path:
-    """The absolute path of a folder to be written.
+def check_output(out: str | Path, source: str | Path | None = None) -> Path:
+    """The real path of a folder to be written.
+
+    Args:
+        out: Its name.
+        source: The folder that is read, which must not come to hold it.
 
     Raises:
         ValueError: If something is there that would be overwritten, or the folder cannot be made.
     """
-    path = Path(os.path.abspath(os.path.expanduser(out)))
+    path = Path(os.path.realpath(os.path.expanduser(out)))
+    if source is not None and Path(os.path.realpath(os.path.expanduser(source))) in path.parents:
+        raise ValueError(f"{path} is inside {source}, which is read: give a folder elsewhere")
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         what = "is not empty" if path.is_dir() else "is not a folder"
         raise ValueError(f"{path} exists and {what}: give a new folder, or remove it")
+    if path.is_dir() and (path == Path.cwd() or os.path.ismount(path)):
+        what = "the current folder" if path == Path.cwd() else "a mount point"
+        raise ValueError(f"{path} is {what}, which a finished folder cannot replace: give a new folder in it")
     parent = existing_parent(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         what = "cannot be written" if parent.is_dir() else "is not a folder"
         raise ValueError(f"{path} cannot be made: {parent} {what}; give a folder elsewhere")
     return path
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse a disk that is too small for so many bytes, before anything is written.
+
+    Raises:
+        ValueError: Naming both numbers.
+    """
+    parent = existing_parent(out)
+    if (free := shutil.disk_usage(parent).free) < needed:
+        raise ValueError(
+            f"{out} needs {needed:,} bytes, but {parent} has {free:,} free: make room, or give another disk"
+        )
 
 
 def existing_parent(path: Path) -> Path:

@@ -7,6 +7,7 @@ it happens in a temporary folder that gets its name at the end.
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,15 +18,16 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from blockgrow_titan.hf.card import model_card
 from blockgrow_titan.hf.checkpoint import StudentCheckpoint, open_checkpoint
 from blockgrow_titan.hf.from_hf import COPIED
 from blockgrow_titan.hf.modeling import ARCHITECTURE, AUTO_MAP, MODEL_TYPE, MODELING_FILE, check_model, modeling_source
-from blockgrow_titan.hf.output import check_output, new_folder
+from blockgrow_titan.hf.output import check_output, check_space, new_folder
+from blockgrow_titan.hf.verify import TOKENIZER, read_tokenizer
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
 from blockgrow_titan.paths import resolve
@@ -33,7 +35,6 @@ from blockgrow_titan.teacher.files import CONFIG, INDEX, TeacherFiles, is_finite
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = tuple(name for name in COPIED if name not in (CONFIG, GENERATION_CONFIG))
 
@@ -63,6 +64,10 @@ class _Tensors:
         return sum(shape.numel() for shape in self.shapes.values())
 
     @property
+    def num_bytes(self) -> int:
+        return sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    @property
     def main_dtype(self) -> str:
         """Name of the dtype that most parameters have."""
         counts: Counter[str] = Counter()
@@ -87,13 +92,13 @@ def to_hf(
 ) -> Exported:
     """Write a student, at any depth, or a converted teacher as a Hugging Face folder.
 
-    Of the weights, one file's worth, as stored, is in memory at a time. Optimizer state is not read.
+    Of the weights, one file's worth is in memory at a time, in the wider of the two dtypes. Optimizer state is not read.
 
     Args:
         checkpoint: A run's ``.../checkpoint/step-N``, or a folder that ``from-hf`` wrote.
         out: A folder that is absent or empty.
         dtype: "auto" (each tensor as stored), "float32", "bfloat16" or "float16".
-        max_shard_size: The most bytes of tensors in a file: a number, or a string as in "5GB".
+        max_shard_size: The most bytes of tensors in a file: a number, or a string as in "5GB". A tensor is never split.
         tokenizer: Folder of the tokenizer; None for the run's ``model.hf_assets_path`` (a teacher's own).
         custom_import: Module that registers the placement; None for the one that the run imported.
         progress: Show a bar.
@@ -102,21 +107,29 @@ def to_hf(
         ValueError: In one line: the checkpoint is not one, or is damaged; the tokenizer is not there or does not fit; the
             placement's code is not self-contained; a weight is not finite in the output's dtype; ``out`` is not empty.
     """
-    path = check_output(out)
+    path, max_bytes = check_output(out, checkpoint), _bytes(max_shard_size)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f'the dtype is "{dtype}": it must be auto, {", ".join(DTYPES)}')
     source = open_checkpoint(checkpoint, custom_import)
-    if isinstance(source, StudentCheckpoint):
-        tensors = _with_dtype(_student_tensors(source), dtype)
-        with new_folder(path) as folder:
+    stored = _student_tensors(source) if isinstance(source, StudentCheckpoint) else _teacher_tensors(source)
+    tensors = _with_dtype(stored, dtype)
+    check_space(path, tensors.num_bytes)
+    with new_folder(path) as folder:
+        if isinstance(source, StudentCheckpoint):
             _write_student(folder, source, tensors, dtype, tokenizer)
-            files = _write_tensors(folder, tensors, max_shard_size, progress)
-    else:
-        tensors = _with_dtype(_teacher_tensors(source), dtype)
-        with new_folder(path) as folder:
+        else:
             _write_teacher(folder, source, tensors, dtype, tokenizer)
-            files = _write_tensors(folder, tensors, max_shard_size, progress)
+        files = _write_tensors(folder, tensors, max_bytes, progress)
     return Exported(path, files, len(tensors.shapes), tensors.parameters, source.args.n_layers, tensors.dtypes_in_words)
+
+
+def _bytes(size: int | str) -> int:
+    """A size in bytes, given as a number or with a decimal unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])?B)?", str(size).strip().upper())
+    value = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if value < 1:
+        raise ValueError(f'the largest shard is "{size}": give a number of bytes, or a size as in 500MB or 5GB')
+    return value
 
 
 def _student_tensors(source: StudentCheckpoint) -> _Tensors:
@@ -216,7 +229,7 @@ def _write_tokenizer(folder: Path, source: StudentCheckpoint, tokenizer: str | N
             raise ValueError(f"there is no {path / TOKENIZER}")
     except ValueError as error:
         raise ValueError(f"{error}. Give the folder of the run's tokenizer with --tokenizer") from error
-    vocabulary = Tokenizer.from_file(str(path / TOKENIZER)).get_vocab()
+    vocabulary = read_tokenizer(path).get_vocab()
     if end not in vocabulary:
         raise ValueError(
             f'the tokenizer in {path} lacks "{end}", which ended the student\'s documents: give the one that it was trained '
@@ -250,23 +263,18 @@ def _write_teacher(folder: Path, source: TeacherFiles, tensors: _Tensors, dtype:
     check_model(config, None, tensors.shapes, "pre")
 
 
-def _write_tensors(folder: Path, tensors: _Tensors, max_shard_size: int | str, progress: bool) -> int:
+def _write_tensors(folder: Path, tensors: _Tensors, max_bytes: int, progress: bool) -> int:
     """The safetensors files and their index; returns how many files."""
     written = {
         name: torch.empty(shape, dtype=tensors.dtypes[name], device="meta") for name, shape in tensors.shapes.items()
     }
-    try:
-        split = split_state_dict_into_shards_factory(
-            written,
-            get_storage_size=lambda tensor: tensor.nbytes,
-            get_storage_id=lambda tensor: None,  # tensors on the meta device all look like one
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f'the largest shard is "{max_shard_size}": give bytes, or a size as in 5GB ({error})'
-        ) from error
+    split = split_state_dict_into_shards_factory(
+        written,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        get_storage_id=lambda tensor: None,  # tensors on the meta device all look like one
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
     for file, names in tqdm(split.filename_to_tensors.items(), unit="file", disable=not progress):
         values = tensors.read(names)
         for name in names:
@@ -276,7 +284,10 @@ def _write_tensors(folder: Path, tensors: _Tensors, max_shard_size: int | str, p
                     f"{name} holds values that are not finite in {value.dtype}: did the run diverge, or is its range beyond "
                     "this dtype's (then use bfloat16 or float32)?"
                 )
-        save_file(values, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(values, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, most likely
+            raise OSError(str(error)) from error
         (folder / file).chmod(0o644)
         del values, value  # before the next file is read
     index = {
@@ -295,7 +306,15 @@ def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{path.name} is not JSON ({error}): download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object: download it again")
+    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -88,9 +88,16 @@ def verify(
         The difference, in fp32.
 
     Raises:
-        ValueError: If a side is no model, is damaged, their vocabularies or tokenizers differ, or the text is empty.
+        ValueError: If a side is no model, is damaged, their vocabularies or tokenizers differ, or the text is empty or no
+            Unicode.
     """
+    if not tolerance >= 0:
+        raise ValueError(f"the tolerance is {tolerance}: it must be a number from 0")
     text = TEXT if text is None else text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the text is not UTF-8: give some that is with --text or --text-file") from error
     models = [_open(Path(path).expanduser().absolute(), custom_import) for path in (a, b)]
     sizes = [model.vocab_size for model in models]
     if sizes[0] != sizes[1]:
@@ -122,7 +129,7 @@ def _tokenize(text: str, models: list[_Model], tokenizer: str | None) -> tuple[l
         path = Path(resolve(folder, "the tokenizer"))
         if not (path / TOKENIZER).is_file():
             raise ValueError(f"there is no {path / TOKENIZER}: give the tokenizer's folder with --tokenizer")
-        encodings.append(Tokenizer.from_file(str(path / TOKENIZER)).encode(text, add_special_tokens=False))
+        encodings.append(read_tokenizer(path).encode(text, add_special_tokens=False))
     if any(encoding.ids != encodings[0].ids for encoding in encodings):
         raise ValueError(
             f"the tokenizers in {folders[0]} and {folders[1]} give other ids for the text: name the right one with --tokenizer"
@@ -136,6 +143,18 @@ def _tokenize(text: str, models: list[_Model], tokenizer: str | None) -> tuple[l
             f"{models[0].vocab_size}: name the right one with --tokenizer"
         )
     return ids, tokens
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder.
+
+    Raises:
+        ValueError: If its file is damaged.
+    """
+    try:
+        return Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"{folder / TOKENIZER} cannot be read ({error}): download it again") from error
 
 
 def _open(path: Path, custom_import: str | None) -> _Model:

@@ -129,6 +129,10 @@ class TeacherFiles(ABC):
             )
 
     @abstractmethod
+    def close(self) -> None:
+        """Let go of what is open, so that the pages that were read do not count as this process's memory."""
+
+    @abstractmethod
     def _read_headers(self) -> dict[str, Header]:
         """The header of every tensor by its Hugging Face name, in the order of the files."""
 
@@ -194,7 +198,7 @@ class HuggingFaceFiles(TeacherFiles):
             raise self._error(f"has no weight_map in {INDEX}: download it again")
         absent = [f for f in sorted(set(files.values())) if not os.path.isfile(os.path.join(self.folder, f))]
         if absent:
-            raise self._error(f"has an {INDEX} that names {shortened(absent)}, which is not there: download it")
+            raise self._error(f"has a {INDEX} that names {shortened(absent)}, which is not there: download it")
         return files
 
     def _open(self, file: str) -> Any:
@@ -243,6 +247,9 @@ class ConvertedFiles(TeacherFiles):
             if found is None or found < size:
                 state = "is not there" if found is None else f"has {found:,} of its {size:,} bytes"
                 raise self._error(f"is not whole: {file} {state}; convert its source again")
+
+    def close(self) -> None:
+        """Nothing stays open here."""
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         fqn, shape = self._fqns[name], self._headers[name].shape

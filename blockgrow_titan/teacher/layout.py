@@ -77,9 +77,12 @@ def model_args(config: dict[str, Any], subject: str) -> Qwen3ModelArgs:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     needed = {field: config.get(field) for field in (*_SIZES.values(), "rms_norm_eps")} | {"rope_theta": theta}
     for field, value in needed.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        whole = field in _SIZES.values()
+        kinds = int if whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
             raise ValueError(
-                f"{subject} has {field} = {value} in {CONFIG}; it must be a positive number, as in a published Qwen3"
+                f"{subject} has {field} = {value!r} in {CONFIG}; it must be a positive {'whole ' if whole else ''}number, as "
+                "in a published Qwen3"
             )
     return Qwen3ModelArgs(
         **{ours: int(needed[theirs]) for ours, theirs in _SIZES.items()},  # type: ignore[arg-type]

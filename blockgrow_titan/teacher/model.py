@@ -144,6 +144,7 @@ def build_teacher(
                 param.to_local().copy_(_local_rows(files, name, param))
             else:
                 param.copy_(files.read(name))
+            files.close()
     filled = {id(param) for param in parameters.values()} | {id(model.rope_cache)}
     random = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if id(p) not in filled]
     assert not random, f"no file gave values to {', '.join(random)}"

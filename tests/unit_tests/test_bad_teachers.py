@@ -69,7 +69,17 @@ FAULTS = {
     "a size of NaN": (
         lambda f: edit_config(f, intermediate_size=float("nan")),
         ValueError,
-        "has intermediate_size = nan in config.json; it must be a positive number",
+        "has intermediate_size = nan in config.json; it must be a positive whole number",
+    ),
+    "a size of text": (
+        lambda f: edit_config(f, vocab_size="97"),
+        ValueError,
+        "has vocab_size = '97' in config.json; it",
+    ),
+    "half a head": (
+        lambda f: edit_config(f, num_key_value_heads=2.5),
+        ValueError,
+        "num_key_value_heads = 2.5 in config",
     ),
     "no rope": (lambda f: edit_config(f, rope_parameters=None), ValueError, "rope_theta = None"),
     "long rope": (
@@ -212,7 +222,7 @@ def test_index_that_names_an_absent_file(teachers, tmp_path):
     shutil.copytree(teachers["sharded_files"][0], tmp_path / "teacher")
     gone = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ValueError, match=f"{INDEX} that names {gone.name}, which is not there: download it"):
+    with pytest.raises(ValueError, match=f"has a {INDEX} that names {gone.name}, which is not there: download it"):
         open_teacher(str(tmp_path / "teacher"))
 
 

@@ -1,5 +1,7 @@
 """tools/convert_hf.py: exit status, one line for each refusal, and help that needs no torch."""
 
+import errno
+import io
 import os
 import shutil
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit_tests.students import (
     made,
@@ -48,6 +51,12 @@ def test_a_student(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["to-hf", "absent", "out", "--dtype", "half"], 'dtype is "half": it must be'),
         (["verify", "absent", "out"], "absent is not there: give the"),
         (["verify", "absent", "out", "--text-file", "gone"], "No such file or directory: 'gone'"),
+        (["verify", "absent", "out", "--tolerance", "nan"], "the tolerance is nan: it must be a number from 0"),
+        (["verify", "absent", "out", "--text", "\udcff"], "the text is not UTF-8: give some that is with --text or"),
+        (
+            ["verify", "absent", "out", "--text-file", "binary"],
+            "the text is not UTF-8: give some that is with --text or",
+        ),
     ],
 )
 def test_a_refusal_is_one_line(
@@ -58,11 +67,11 @@ def test_a_refusal_is_one_line(
     text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
+    (tmp_path / "binary").write_bytes(b"\xff")
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and text in printed and printed.count("\n") == 1
-    assert os.listdir(tmp_path) == ["file"]
+    assert os.listdir(tmp_path) == ["binary"]
 
 
 def test_ctrl_c(
@@ -77,6 +86,37 @@ def test_ctrl_c(
     assert main(["to-hf", str(checkpoint), str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped: nothing half-written remains"
     assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "text"),
+    [
+        (KeyboardInterrupt(), 130, "stopped: nothing half-written remains"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "out could not be written ([Errno 28] No space left on"),
+    ],
+)
+def test_stopped_inside_a_tensor(
+    workspace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cause: BaseException,
+    status: int,
+    text: str,
+) -> None:
+    """torch's zip writer raises an error of its own when the file that it writes to does."""
+    real = torch.save
+
+    class Stopping(io.BytesIO):
+        def write(self, data) -> int:
+            if self.tell() > 0:
+                raise cause
+            return super().write(data)
+
+    monkeypatch.setattr(torch, "save", lambda tensor, stream, **kwargs: real(tensor, Stopping(), **kwargs))
+    assert main(["from-hf", str(workspace / "teacher"), str(tmp_path / "out")]) == status
+    assert text in capsys.readouterr().err.splitlines()[-1]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("command", [[], ["from-hf"], ["to-hf"], ["verify"]])

@@ -170,7 +170,7 @@ REFUSALS = {
     "no folder": (shutil.rmtree, ValueError, "there is no model folder "),
     "occupied": (occupy, ValueError, "exists and is not empty: give a new folder, or remove it"),
     "a file": (lambda f: (f.parent / "out").write_text("mine"), ValueError, "exists and is not a folder: give a new"),
-    "converted": (lambda f: (f / ".metadata").write_text(""), ValueError, "is a converted checkpoint already: give a"),
+    "converted": (lambda f: (f / ".metadata").write_text(""), ValueError, "is a checkpoint already: give a Hugging"),
     "no Qwen3": (
         lambda f: edit_config(f, model_type="llama"),
         ValueError,
