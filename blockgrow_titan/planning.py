@@ -3,13 +3,15 @@
 The config is checked as in a run, but neither weights nor documents nor a tokenizer have to be there. Each phase's
 student, and the teacher, run the largest micro-batch on tensors without data, which gives memory and FLOPs
 (``infra/footprint.py``). FLOPs over the hardware's peak times the utilisation give each world's time for a step; the
-longer one is the step's, since the teacher works ahead. Traffic on the bridge, tokens, hours and a better division of
+longer one is the step's, since the teacher works ahead; in each world it is the busiest rank's, which matters where
+the documents do not divide evenly. Traffic on the bridge, tokens, hours and a better division of
 the ranks follow by arithmetic.
 
 Not in the times: loading, checkpoints, growth, and student ranks that wait for the one with the longest documents.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -59,8 +61,8 @@ HARDWARE = {
     "a100-40gb": Hardware(312e12, 40 * GIB),
     "a100": Hardware(312e12, 80 * GIB),
     "h100": Hardware(989e12, 80 * GIB),
-    "h200": Hardware(989e12, 141e9),
-    "b200": Hardware(2250e12, 180e9),
+    "h200": Hardware(989e12, 141 * GIB),
+    "b200": Hardware(2250e12, 180 * GIB),
     "l40s": Hardware(362e12, 48 * GIB),
     "rtx3090": Hardware(71e12, 24 * GIB),
     "rtx4090": Hardware(165e12, 24 * GIB),
@@ -80,8 +82,9 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs over all ranks of each world."""
+    """FLOPs of some documents, over all ranks of each world."""
 
+    documents: int
     student: float
     teacher: float
 
@@ -116,7 +119,7 @@ class Plan:
     valid_share: float
     """Valid tokens among those of the padded micro-batches."""
     largest_micro_batch: int
-    """Documents of ``training.seq_len`` tokens that fit on a student GPU in the last phase."""
+    """Documents of ``training.seq_len`` tokens that fit on the GPUs in the last phase, at most those of a rank's step."""
 
     @property
     def step_tokens(self) -> float:
@@ -132,10 +135,11 @@ class Plan:
     def world_seconds(self, work: Work, layout: WorldLayout | None = None) -> tuple[float, float]:
         """Time of some work in each world; a colocated teacher's is the student's."""
         layout = layout or self.layout
-        rate = self.assumptions.hardware.flops * self.assumptions.mfu
+        seconds_per_flop = 1 / (self.assumptions.hardware.flops * self.assumptions.mfu * max(1, work.documents))
+        of_student, of_teacher = busiest_documents(layout, work.documents)
         if not layout.num_teachers:
-            return (work.student + work.teacher) / (layout.num_students * rate), 0.0
-        return work.student / (layout.num_students * rate), work.teacher / (layout.num_teachers * rate)
+            return of_student * (work.student + work.teacher) * seconds_per_flop, 0.0
+        return of_student * work.student * seconds_per_flop, of_teacher * work.teacher * seconds_per_flop
 
     def seconds(self, phase: PhasePlan, layout: WorldLayout | None = None) -> float:
         """Time of a phase's steps and validations."""
@@ -144,13 +148,28 @@ class Plan:
         return phase.phase.steps * step + phase.validations * validation
 
     def best_layout(self) -> WorldLayout:
-        """The division of the same ranks that takes least time, among those that the teacher's shards allow."""
-        degree = self.job_config.teacher.shard_degree
+        """The division of the same ranks that takes least time, among those that the config's other degrees allow."""
+        degree, parallelism = self.job_config.teacher.shard_degree, self.job_config.parallelism
+        replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
         candidates = [
-            WorldLayout(self.layout.world_size - teachers, teachers)
-            for teachers in range(degree, self.layout.world_size, degree)
+            WorldLayout(students, self.layout.world_size - students)
+            for students in range(self.layout.world_size - degree, 0, -degree)
+            if students % replicate == 0 and shard in (-1, students // replicate)
         ]
         return min(candidates, key=lambda layout: sum(self.seconds(phase, layout) for phase in self.phases))
+
+
+@cache
+def busiest_documents(layout: WorldLayout, documents: int) -> tuple[int, float]:
+    """How many of some documents the busiest rank of each world gets, in the mean over many steps.
+
+    Students take them in turn (``documents/batches.py``), and each deals its own in turn to the teachers that serve it.
+    """
+    of_teacher = [0.0] * max(1, layout.num_teachers)
+    for student, teacher in layout.routes():
+        mine = len(range(student, documents, layout.num_students))
+        of_teacher[teacher] += mine / len(layout.teachers_of(student))
+    return len(range(0, documents, layout.num_students)), max(of_teacher)
 
 
 def valid_share(documents: int, mean: float, seq_len: int) -> float:
@@ -183,44 +202,55 @@ def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Pla
     teacher_model = teacher_args(job_config, args) if teacher.path else None
     args.update_from_config(job_config)
 
-    teacher_memory = None
-    if teacher_model is not None:
-        holders = layout.num_teachers or layout.num_students
-        with fake_world(0, holders):
-            teacher_memory = teacher_footprint(job_config, teacher_model, holders)
+    holders = layout.num_teachers or layout.num_students
+    teacher_memory, per_document = _teacher_memory(job_config, teacher_model, holders)
     share = valid_share(training.local_batch_size, assumptions.tokens_per_document, training.seq_len)
     with fake_world(0, layout.num_students):
         student = _Student(job_config, args, layout.num_students)
         flops = _Flops(job_config, args, teacher_model, assumptions.tokens_per_document, share)
-        phases = tuple(
-            PhasePlan(
-                phase,
-                phase.active_blocks * args.layers_per_block,
-                *student.parameters(phase),
-                student.footprint(phase),
-                flops.of_step(phase),
-                flops.of_validation(phase),
-                _validations(job_config, phase),
-            )
-            for phase in schedule_of(job_config).phases
-        )
+        phases: list[PhasePlan] = []
+        for phase in schedule_of(job_config).phases:
+            validations = _validations(job_config, phase)
+            if phases and student.args_of(phase) == student.args_of(phases[-1].phase):
+                phases.append(replace(phases[-1], phase=phase, validations=validations))
+                continue
+            layers, memory = phase.active_blocks * args.layers_per_block, student.footprint(phase)
+            step, validation = flops.of_step(phase), flops.of_validation(phase)
+            phases.append(PhasePlan(phase, layers, *student.parameters(phase), memory, step, validation, validations))
         last = phases[-1]
-        further = student.footprint(last.phase, training.local_batch_size + 1).peak - last.memory.peak
+        further = max(1, student.footprint(last.phase, training.local_batch_size + 1).peak - last.memory.peak)
         finished, _ = student.parameters(replace(last.phase, active_blocks=job_config.block_stack.num_blocks))
-    beside = teacher_memory.peak if teacher_memory is not None and not layout.num_teachers else 0
-    room = USABLE * assumptions.hardware.memory - last.memory.peak - beside
+    capacity = USABLE * assumptions.hardware.memory
+    largest = training.local_batch_size + (capacity - last.memory.peak) // further
+    if teacher_memory is not None and layout.num_teachers:
+        largest = min(largest, teacher_memory.documents + (capacity - teacher_memory.peak) // per_document)
+    elif teacher_memory is not None:
+        room = capacity - last.memory.peak - teacher_memory.peak
+        largest = training.local_batch_size + room // (further + per_document)
     return Plan(
         job_config=job_config,
         layout=layout,
         assumptions=assumptions,
-        phases=phases,
+        phases=tuple(phases),
         finished_parameters=finished,
         hidden_size=args.dim,
         teacher=teacher_memory,
         teacher_layers=0 if teacher_model is None else teacher_model.n_layers,
         valid_share=share,
-        largest_micro_batch=max(0, training.local_batch_size + int(room // max(1, further))),
+        largest_micro_batch=min(max(0, int(largest)), -(-training.global_batch_size // layout.num_students)),
     )
+
+
+def _teacher_memory(
+    job_config: JobConfig, args: Qwen3ModelArgs | None, holders: int
+) -> tuple[TeacherFootprint | None, int]:
+    """What a rank of the teacher holds, and what a further document of its largest request would add to that."""
+    if args is None:
+        return None, 0
+    with fake_world(0, holders):
+        memory = teacher_footprint(job_config, args, holders)
+        more = teacher_footprint(job_config, args, holders, documents=memory.documents + 1)
+    return memory, max(1, more.peak - memory.peak)
 
 
 def _validations(job_config: JobConfig, phase: Phase) -> int:
@@ -239,15 +269,17 @@ class _Student:
     args: BlockStackArgs
     ranks: int
 
+    def args_of(self, phase: Phase) -> BlockStackArgs:
+        return self.args.for_phase(phase, self.job_config)
+
     def parameters(self, phase: Phase) -> tuple[int, int]:
         """All and trainable ones."""
         dims = data_parallel_dims(self.job_config, self.ranks)
-        return student_on_meta(self.job_config, self.args.for_phase(phase, self.job_config), dims)[1:]
+        return student_on_meta(self.job_config, self.args_of(phase), dims)[1:]
 
     def footprint(self, phase: Phase, documents: int | None = None) -> StudentFootprint:
         dims = data_parallel_dims(self.job_config, self.ranks)
-        args = self.args.for_phase(phase, self.job_config)
-        return student_footprint(self.job_config, args, dims, documents=documents)
+        return student_footprint(self.job_config, self.args_of(phase), dims, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -267,7 +299,7 @@ class _Flops:
         args = self.args.for_phase(phase, self.job_config)
         student = student_flops(self.job_config, args, rows, length, valid_tokens=valid, train=train)
         teacher = 0 if self.teacher is None else teacher_flops(self.teacher, rows, length)
-        return Work(count * student / rows, count * teacher / rows)
+        return Work(count, count * student / rows, count * teacher / rows)
 
     def of_step(self, phase: Phase) -> Work:
         return self._of_documents(self.job_config.training.global_batch_size, phase, train=True)

@@ -202,9 +202,11 @@ def balance_lines(plan: Plan) -> list[str]:
             f"  does not fit: a teacher GPU needs {gib(plan.teacher.peak)} GiB of {gib(memory)}. Raise teacher.shard_degree"
         )
     if plan.largest_micro_batch > 0:
+        documents = -(-training.global_batch_size // plan.layout.num_students)
         lines.append(
-            f"  micro-batch: training.local_batch_size is {training.local_batch_size}; a student GPU has memory for "
-            f"{plan.largest_micro_batch}. Larger ones launch fewer kernels but pad more"
+            f"  micro-batch: training.local_batch_size is {training.local_batch_size}; there is memory for "
+            f"{plan.largest_micro_batch} of the {documents} documents that a student rank has in a step. Larger ones launch "
+            "fewer kernels but pad more"
         )
     if plan.teacher is None or colocated:
         return lines
@@ -213,7 +215,7 @@ def balance_lines(plan: Plan) -> list[str]:
     if then < BALANCED * now:
         lines.append(
             f"  balance: teacher.ranks = {best.num_teachers} ({best.num_students} student ranks) would take {then:,.2f} h "
-            f"instead of {now:,.2f} h"
+            f"instead of {now:,.2f} h; plan it with --teacher.ranks {best.num_teachers} for its memory"
         )
     else:
         lines.append(
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if not 0 < options.mfu <= 1:
         parser.error(f"--mfu is {options.mfu}; it must be above 0 and at most 1")
-    if options.tokens_per_document < 1:
+    if not options.tokens_per_document >= 1:  # nan neither
         parser.error(f"--tokens-per-document is {options.tokens_per_document}; it must be at least 1")
     if options.ngpu is not None and options.ngpu < 1:
         parser.error(f"--ngpu is {options.ngpu}; it must be at least 1")

@@ -278,15 +278,21 @@ def student_footprint(
 class TeacherFootprint:
     """Bytes on one rank that holds the teacher."""
 
+    documents: int
+    """Of the largest request: ``training`` or ``validation.local_batch_size``; each of ``seq_len`` tokens."""
     weights: int
     peak: int
-    """With the largest request: ``training`` or ``validation.local_batch_size`` documents of ``seq_len`` tokens."""
 
 
-def teacher_footprint(job_config: JobConfig, args: Qwen3ModelArgs, role_size: int) -> TeacherFootprint:
-    """Run the largest request on fake tensors. Needs a ``fake_world`` of ``role_size`` ranks that hold the teacher."""
+def teacher_footprint(
+    job_config: JobConfig, args: Qwen3ModelArgs, role_size: int, *, documents: int | None = None
+) -> TeacherFootprint:
+    """Run the largest request, or one of ``documents``, on fake tensors.
+
+    Needs a ``fake_world`` of ``role_size`` ranks that hold the teacher.
+    """
     training, validation = job_config.training, job_config.validation
-    rows = max(training.local_batch_size, validation.local_batch_size if validation.enable else 0)
+    rows = documents or max(training.local_batch_size, validation.local_batch_size if validation.enable else 0)
     mesh = shard_mesh(role_size, job_config.teacher.shard_degree)
     model = meta_teacher(replace(args, max_seq_len=training.seq_len), teacher_dtype(job_config), mesh)
     with FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
@@ -296,7 +302,7 @@ def teacher_footprint(job_config: JobConfig, args: Qwen3ModelArgs, role_size: in
         memory.reset_peak()
         with torch.no_grad():
             model(torch.zeros(rows, training.seq_len, dtype=torch.int64))
-        return TeacherFootprint(weights, memory.peak)
+        return TeacherFootprint(rows, weights, memory.peak)
 
 
 def student_flops(

@@ -1,20 +1,34 @@
 """Plans: parameter counts, arithmetic and advice of ``tools/plan.py``, for configs whose files are absent."""
 
+import copy
 import dataclasses
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from blockgrow_titan import planning
+from blockgrow_titan.documents.batches import deal
 from blockgrow_titan.growth.schedule import Phase, schedule_of
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.model.model import BlockStackModel
 from blockgrow_titan.parse import parse_config
-from blockgrow_titan.planning import GIB, HARDWARE, Assumptions, Hardware, Plan, _validations, make_plan, valid_share
+from blockgrow_titan.planning import (
+    GIB,
+    HARDWARE,
+    Assumptions,
+    Hardware,
+    Plan,
+    _validations,
+    busiest_documents,
+    make_plan,
+    valid_share,
+)
 from blockgrow_titan.teacher.worlds import WorldLayout
 from tools.plan import default_ngpu, main, render
 
@@ -68,8 +82,9 @@ def test_time_traffic_and_tokens(grow_8b: Plan) -> None:
     assert grow_8b.bridge_bytes == 64 * 972 * (2 * 4096 + 4)
     for phase in grow_8b.phases:
         student, teacher = grow_8b.world_seconds(phase.step)
-        assert (student, teacher) == (phase.step.student / rate, phase.step.teacher / rate)
-        validation = max(phase.validation.student, phase.validation.teacher) / rate
+        assert (student, teacher) == pytest.approx((phase.step.student / rate, phase.step.teacher / rate))
+        busiest = 605 / (4833 / 8)  # of 4,833 documents over 8 ranks
+        validation = busiest * max(phase.validation.student, phase.validation.teacher) / rate
         assert grow_8b.seconds(phase) == pytest.approx(50_000 * max(student, teacher) + 26 * validation)
         assert phase.validation.teacher == pytest.approx(phase.step.teacher * 4833 / 64)
     # 2 FLOPs a parameter of the body and token, and the two products of attention
@@ -114,6 +129,72 @@ def test_a_better_division_is_found(grow_8b: Plan) -> None:
     assert "no other division of 16 ranks saves more than 3%" in "\n".join(render(grow_8b, "x", "h100"))
 
 
+@pytest.mark.parametrize(("students", "teachers"), [(8, 8), (7, 9), (9, 7), (3, 13), (14, 2), (4, 0)])
+def test_the_busiest_rank_of_each_world(students: int, teachers: int) -> None:
+    """Against the deal of as many steps as even out a student's turns: 64 documents, one a micro-batch."""
+    layout, steps = WorldLayout(students, teachers), 60
+    asked = [0] * students
+    served = [0] * max(1, teachers)
+    for _ in range(steps):
+        for student in range(students):
+            serving = layout.teachers_of(student)
+            for _ in [batch for batch in deal(list(range(64)), student, students, 1) if batch and serving]:
+                served[serving[asked[student] % len(serving)]] += 1
+                asked[student] += 1
+    busiest = max(len(deal(list(range(64)), student, students, 1)) for student in range(students))
+    assert busiest_documents(layout, 64) == (busiest, pytest.approx(max(served) / steps))
+
+
+def test_uneven_divisions_and_fixed_degrees(grow_8b: Plan) -> None:
+    """Of ten teachers of six students, two serve a student each and alone: 10 documents, where eight of eight have 8."""
+    bound = dataclasses.replace(grow_8b, phases=grow_8b.phases[:1])  # by the teacher
+    step = bound.phases[0].step
+    slower = bound.world_seconds(step, WorldLayout(6, 10))[1]
+    assert slower == pytest.approx(10 / 8 * bound.world_seconds(step)[1])
+    assert max(bound.world_seconds(step, bound.best_layout())) <= max(bound.world_seconds(step))
+    for field, value, students in (
+        ("data_parallel_replicate_degree", 4, {4, 8, 12}),
+        ("data_parallel_shard_degree", 2, {2}),
+    ):
+        held = dataclasses.replace(bound, job_config=copy.deepcopy(bound.job_config))
+        setattr(held.job_config.parallelism, field, value)
+        assert held.best_layout().num_students in students
+
+
+def test_equal_phases_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    footprint = planning.student_footprint
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        measured.append(1)
+        return footprint(*arguments, **keywords)
+
+    monkeypatch.setattr(planning, "student_footprint", counted)
+    phases = ("--growth.phase_steps", "60", "60", "60", "--growth.active_blocks", "3", "3", "3")
+    plan = plan_of("train_configs/joint_post.toml", 2, *phases)
+    assert len(measured) == 2  # the second: one more document, for the largest micro-batch
+    assert [p.phase.first_step for p in plan.phases] == [1, 61, 121]
+    assert plan.phases[0].memory == plan.phases[2].memory
+
+
+@pytest.mark.parametrize("ngpu", [1, 2])
+def test_the_largest_micro_batch_fits(ngpu: int) -> None:
+    """Student and teacher of that many documents fit on the GPU, and those of one document more do not."""
+    overrides = ("--teacher.ranks", str(ngpu - 1), "--validation.local_batch_size", "1")
+    small = ("--distill.chunk_tokens", "64", "--growth.active_blocks", "3", "--growth.phase_steps", "180")
+
+    def planned(documents: int, memory: float) -> Plan:
+        given = Assumptions(Hardware(165e12, memory), 0.4, 200)
+        batch = ("--training.local_batch_size", str(documents))
+        return plan_of("train_configs/grow_post.toml", ngpu, *overrides, *small, *batch, given=given)
+
+    most = planned(4, memory := 0.25 * GIB).largest_micro_batch
+    assert 4 < most < 16
+    for documents, fits in ((most, True), (most + 1, False)):
+        assert ("does not fit" not in "\n".join(render(planned(documents, memory), "x", "small"))) == fits
+    assert planned(4, GIB).largest_micro_batch == 16  # all of a step
+
+
 def test_one_gpu_colocated() -> None:
     """The teacher's time adds to the student's, and its memory to the student's GPU."""
     small = Hardware(165e12, 24 * GIB)
@@ -122,7 +203,7 @@ def test_one_gpu_colocated() -> None:
     )
     phase = plan.phases[-1]
     student, teacher = plan.world_seconds(phase.step)
-    assert (student, teacher) == ((phase.step.student + phase.step.teacher) / (165e12 * 0.4), 0.0)
+    assert (student, teacher) == pytest.approx(((phase.step.student + phase.step.teacher) / (165e12 * 0.4), 0.0))
     assert plan.bridge_bytes == 0
     text = "\n".join(render(plan, "x", "rtx4090"))
     assert "1 GPU (the teacher on the student's)" in text and "on top of the above" in text
