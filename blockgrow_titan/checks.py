@@ -84,21 +84,22 @@ def _check_paths(job_config: JobConfig) -> None:
     """The documents must be there; in a dry run, absent ones are a warning."""
     training, validation = job_config.training, job_config.validation
     sections = {"training": training, "validation": validation} if validation.enable else {"training": training}
+    divided = {}
     for section, values in sections.items():
+        reader, path = RECORD_READERS[values.dataset], values.dataset_path or ""
         try:
-            RECORD_READERS[values.dataset].check_path(values.dataset_path or "", f"{section}.dataset_path")
+            reader.check_path(path, f"{section}.dataset_path")
+            divided[section] = reader.divided_path(path)
         except ValueError as error:
             if not is_dry_run(job_config):
                 raise
             logger.warning(f"{error}. A run would be refused")
-    one_path = validation.enable and training.dataset == validation.dataset
-    if one_path and RECORD_READERS[training.dataset].splits_one_path:
-        if (training.dataset_path or "") != (validation.dataset_path or ""):
-            raise ValueError(
-                f'training.dataset_path is "{training.dataset_path}" and validation.dataset_path "{validation.dataset_path}"; '
-                f'with "{training.dataset}" both must be the same, for the held-out documents are the first of those that are '
-                "trained on: set one to the other"
-            )
+    if len({path for path in divided.values() if path is not None}) > 1:
+        raise ValueError(
+            f'training.dataset_path is "{training.dataset_path}" and validation.dataset_path "{validation.dataset_path}"; '
+            f"their documents are divided from {divided['training']} and {divided['validation']}, but both sets must come from "
+            "one, for the held-out documents are the first of those that are trained on: name the same for both"
+        )
 
 
 def _check_unsupported(job_config: JobConfig) -> None:

@@ -4,9 +4,12 @@ torchtitan's ConfigManager does the merging; its tracebacks become a ``ValueErro
 any type through, so the types of all fields are checked here too.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import os
+import re
 import tomllib
 import types
 import typing
@@ -82,9 +85,26 @@ def parse_config(args: Sequence[str]) -> JobConfig:
     """Parse the command line (and the TOML that ``--job.config_file`` names) into the merged JobConfig.
 
     Raises:
-        ValueError: If the file cannot be read or a section has an unknown field. tyro itself exits on bad arguments.
+        ValueError: If the file cannot be read, a section has an unknown field, or an argument is wrong: one line, where
+            tyro would print a box and exit. It does exit, with status 0, after ``--help``.
     """
-    return typing.cast(JobConfig, GrowthConfigManager().parse_args(list(args)))
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return typing.cast(JobConfig, GrowthConfigManager().parse_args(list(args)))
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        raise ValueError(_one_line(box.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """What tyro's box says is wrong, without the box (of dashes where the console has no line glyphs), and what it advises."""
+    lines = [re.sub(r"^-{4,}$", "", line.strip("│╭╮╰╯─ ")) for line in box.splitlines()]
+    text, _, rest = "\n".join(lines[1:]).strip().partition("\n\n")
+    near = re.search(r"Perhaps you meant:\n(--\S+)", rest)
+    text = " ".join(text.split()) or "wrong arguments; see --help"
+    return f"{text}; did you mean {near[1]}?" if near else text
 
 
 def _matches(value: Any, kind: Any) -> bool:

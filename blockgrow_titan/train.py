@@ -29,11 +29,11 @@ CONFIG_ERROR_STATUS = 2
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """End this rank over a mistake in the config: global rank 0 prints it, any rank leaves it for the launcher."""
+    """End this rank over a mistake in the config: rank 0 prints it, any rank leaves it for the launcher if there is one."""
     line = f"Config error: {' '.join(str(error).split())}"
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
     path = os.environ.get("BLOCKGROW_ERROR_FILE")
+    if os.environ.get("RANK", "0") == "0" or not path:
+        print(line, file=sys.stderr, flush=True)
     if path and not os.path.exists(path):  # for the launcher's last line; a mistake may show on one node only
         with open(path, "w") as file:
             file.write(f"{line}\n")

@@ -104,7 +104,7 @@ def memory_lines(plan: Plan) -> list[str]:
         *table(headers, rows),
         "  activations: what the layers keep for the backward, and gathered weights; loss: logits of "
         f"{config.distill.chunk_tokens:,} tokens (distill.chunk_tokens)",
-        "  and the head's gradient. The peak may be in the loss, in the backward or in the optimizer's step",
+        "  and the head's gradient. The peak may be in the loss, the backward, the optimizer's step or a validation",
     ]
     if waiting := plan.phases[-1].memory.prefetch:
         lines.append(

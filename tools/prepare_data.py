@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import fcntl
 import importlib
-import io
 import json
 import os
 import re
@@ -112,18 +111,11 @@ def read_config(path: str, overrides: list[str]) -> "JobConfig":
     """Return the config with its overrides, its types checked and its custom module imported.
 
     Raises:
-        ValueError: In one line, also where the command line's parser would print a box and exit.
+        ValueError: For a bad file, field, argument or module.
     """
     from blockgrow_titan.parse import check_types, parse_config
 
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(box):
-            job_config = parse_config(["--job.config_file", path, *overrides])
-    except SystemExit:
-        lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()]
-        until = next((i for i, line in enumerate(lines) if line.startswith("───")), len(lines))
-        raise ValueError(" ".join(line for line in lines[1:until] if line) or "bad command line; see --help") from None
+    job_config = parse_config(["--job.config_file", path, *overrides])
     check_types(job_config)
     if module := job_config.experimental.custom_import:
         try:
@@ -158,6 +150,7 @@ def describe(source: "DocumentSource", job_config: "JobConfig", split: str) -> d
     from blockgrow_titan.documents.pretokenized import FORMAT, id_type, tokenizer_fingerprint
 
     section, documents = getattr(job_config, SECTIONS[split]), job_config.documents
+    divided = source.reader.divided_path(section.dataset_path or "")
     return {
         "format": FORMAT,
         "tokenizer": tokenizer_fingerprint(source.tokenizer),
@@ -165,10 +158,10 @@ def describe(source: "DocumentSource", job_config: "JobConfig", split: str) -> d
         "max_length": source.seq_len,
         "source": {
             "kind": section.dataset,
-            "path": section.dataset_path or "",
+            "path": divided or section.dataset_path,
             "split": split,
             "text_column": documents.text_column,
-            "held_out_documents": documents.held_out_documents if source.reader.splits_one_path else None,
+            "held_out_documents": documents.held_out_documents if divided else None,
         },
         "documents": len(source),
     }

@@ -62,8 +62,6 @@ class FineWebEduReader(TextReader):
         ValueError: If a column is missing, there are too few rows, or an ``id`` is in both sets.
     """
 
-    splits_one_path = True
-
     def __init__(self, config: ReaderConfig) -> None:
         held_out, shard = config.held_out_documents, config.max_documents
         training = config.split == "train"
@@ -92,6 +90,10 @@ class FineWebEduReader(TextReader):
         """A name on the hub, which may be left empty, or something in the file system."""
         if not _is_on_hub(path):
             resolve(path, field)
+
+    @classmethod
+    def divided_path(cls, path: str) -> str | None:
+        return HUB_NAME if _is_on_hub(path) else path
 
     @staticmethod
     def _open_rows(config: ReaderConfig) -> TableReader:

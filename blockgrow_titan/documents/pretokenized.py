@@ -130,6 +130,11 @@ class PretokenizedReader(RecordReader):
         self._seq_len = config.seq_len
         self._open = OpenPerProcess(Shard.open)
 
+    @classmethod
+    def divided_path(cls, path: str) -> str | None:
+        source = read_index(resolve(path))["source"]
+        return None if source["held_out_documents"] is None else source["path"]
+
     @staticmethod
     def _check_fits(index: dict[str, Any], config: ReaderConfig) -> None:
         made = f'{config.field} = "{config.path}" was prepared'

@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -51,9 +51,6 @@ class ReaderConfig:
 class RecordReader(ABC):
     """The records of one dataset by index, readable from any process."""
 
-    splits_one_path: ClassVar[bool] = False
-    """Whether the training and the validation set are parts of what one path names."""
-
     @abstractmethod
     def __init__(self, config: ReaderConfig) -> None:
         """Find the records. Raises ``ValueError``, naming the field, its value and what it must be."""
@@ -62,6 +59,11 @@ class RecordReader(ABC):
     def check_path(cls, path: str, field: str) -> None:
         """Raise ``ValueError`` unless something is at ``path``; kinds that take a name on the hub override this."""
         resolve(path, field)
+
+    @classmethod
+    def divided_path(cls, path: str) -> str | None:
+        """Return the path that both sets are parts of, if training and validation documents are divided from one; or None."""
+        return None
 
     @abstractmethod
     def __len__(self) -> int:

@@ -147,16 +147,17 @@ def read_manifest(folder: str) -> dict[str, Any]:
             manifest = json.load(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: set job.dump_folder to another folder"
+            f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: give another one, or train in another "
+            "job.dump_folder"
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path} is not valid JSON ({error}): delete {folder} to resume from the one before"
+            f"{path} is not valid JSON ({error}): use the checkpoint before it (to resume from that, delete {folder})"
         ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not of format {FORMAT}, so {folder} was written by another version of this plugin: use that "
-            "version, or set job.dump_folder to another folder"
+            "version, or train in another job.dump_folder"
         )
     return manifest
 

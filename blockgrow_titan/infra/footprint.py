@@ -158,7 +158,7 @@ class StudentFootprint:
     loss: int
     """What the head's loss takes on top: two chunks of logits, and the gradients that it forms."""
     peak: int
-    """The most that is alive at once, over forward, backward and optimizer."""
+    """The most that is alive at once, over forward, backward, optimizer and a micro-batch of the validation."""
     prefetch: int
     """Answers that wait in host memory, at most."""
 
@@ -220,7 +220,6 @@ def student_footprint(
     spec = get_train_spec(config.model.name)
     model, _, _ = student_on_meta(config, args, parallel_dims)
     has_teacher, dtype = bool(config.teacher.path), teacher_dtype(config)
-    rows, seq_len = documents or config.training.local_batch_size, config.training.seq_len
 
     with _row_blocks_of(device_type), FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
         model.to_empty(device="cpu")
@@ -238,28 +237,34 @@ def student_footprint(
         head = torch.empty(args.vocab_size, args.dim, dtype=dtype) if has_teacher else None
         marks.append(memory.live)
 
-        at_head: list[int] = []  # live before the head, peak in it
+        at_head: list[int] = []  # of each forward: live before the head, peak until then, peak in the head
 
         def before_head(*_: Any) -> None:
-            at_head.append(memory.live)
+            at_head.extend((memory.live, memory.peak))
             memory.reset_peak()
 
         head_module = model.get_submodule("output")
         head_module.register_forward_pre_hook(before_head)
         head_module.register_forward_hook(lambda *_: at_head.append(memory.peak))
+
+        def forward(rows: int, length: int) -> tuple[Any, int]:
+            """The loss of a micro-batch of valid tokens, and the bytes of the teacher's answer to it."""
+            inputs, labels = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
+            answer = torch.empty(rows * length, args.dim, dtype=dtype) if has_teacher else None
+            with ValidTokens():
+                sums = model(inputs, LossTargets(labels, spec.build_loss_fn(config), 1.0, answer, head))
+            return sums.loss, 0 if answer is None else answer.untyped_storage().nbytes()
+
         memory.reset_peak()
-        inputs, labels = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
-        answer = torch.empty(rows * seq_len, args.dim, dtype=dtype) if has_teacher else None
-        with ValidTokens():
-            targets = LossTargets(labels, spec.build_loss_fn(config), 1.0, answer, head)
-            sums = model(inputs, targets)
-            answer_bytes = 0 if answer is None else answer.untyped_storage().nbytes()
-            del targets, answer
-            sums.loss.backward()
-            del sums
+        loss, answer_bytes = forward(documents or config.training.local_batch_size, config.training.seq_len)
+        loss.backward()
+        del loss
         dist_utils.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
         optimizers.step()
-        peak = max(memory.peak, at_head[1])
+        if config.validation.enable:
+            with torch.no_grad():
+                forward(config.validation.local_batch_size, config.validation.seq_len)
+        peak = max(memory.peak, *at_head)
     weights, gradients, optimizer, teacher_head = (b - a for a, b in zip([0, *marks], marks, strict=False))
     return StudentFootprint(
         weights=weights,
@@ -268,7 +273,7 @@ def student_footprint(
         teacher_head=teacher_head,
         answer=answer_bytes,
         activations=at_head[0] - marks[-1] - answer_bytes,
-        loss=at_head[1] - at_head[0],
+        loss=at_head[2] - at_head[0],
         peak=peak,
         prefetch=config.teacher.prefetch * answer_bytes if config.teacher.ranks else 0,
     )

@@ -272,6 +272,10 @@ def test_one_line_on_the_console(monkeypatch: pytest.MonkeyPatch, capsys: Any, t
     assert end.value.code == 2 and capsys.readouterr().err == line
     written = "Config error: training.steps is 0; it must be at least 1\n"
     assert (tmp_path / "error").read_text() == written  # the launcher prints it, whichever rank met it
+    monkeypatch.delenv("BLOCKGROW_ERROR_FILE")  # a dry run that shows another rank has no launcher
+    with pytest.raises(SystemExit):
+        refuse(ConfigError("training.steps is 0"))
+    assert capsys.readouterr().err == "Config error: training.steps is 0\n"
 
 
 # Teachers and tokenizers that do not fit.

@@ -68,10 +68,27 @@ def test_an_absent_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
     assert not caplog.records  # no traceback besides
 
 
-def test_a_misspelt_argument(workspace: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        parse_config([*arguments(workspace, workspace), "--growth.freez", "none"])
-    assert_names(capsys.readouterr().err, "--growth.freez", "--growth.freeze")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("--growth.freez", "none"), ("--growth.freez, none", "did you mean --growth.freeze?")),
+        (("--training.steps", "many"), ("--training.steps", "'many'")),
+        (("--comm.mode", "fake"), ("'fake'", "--comm.mode", "'fake_backend'")),
+        (("extra",), ("extra",)),
+    ],
+)
+def test_wrong_arguments(workspace: Path, capsys: Any, wrong: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_config([*arguments(workspace, workspace), *wrong])
+    assert "\n" not in str(error.value) and "│" not in str(error.value)
+    assert_names(str(error.value), *words)
+    assert capsys.readouterr().err == ""
+
+
+def test_help_is_shown(workspace: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config([*arguments(workspace, workspace), "--help"])
+    assert stop.value.code == 0 and "--growth.freeze" in capsys.readouterr().out
 
 
 # The configs that are shipped.

@@ -218,7 +218,7 @@ def test_config_refusals(job_config: JobConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file or folder .*gone"):
         check_config(changed)
     changed.training.dataset_path = str(tmp_path)
-    with pytest.raises(ValueError, match='training.dataset_path is ".*" and validation.* both must be the same'):
+    with pytest.raises(ValueError, match='training.dataset_path is ".*" and validation.* both sets must come from one'):
         check_config(changed)
     changed.training.dataset_path = job_config.training.dataset_path
     changed.documents.held_out_documents = -1

@@ -244,17 +244,12 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([config, "--ngpu", "4", "--hardware", "a100", "--training.local_batch_size", "2"]) == 0
     assert "4 GPUs (2 for the student, 2 for the teacher)" in capsys.readouterr().out
     refused = {
-        ("--placement", "up"): 2,
+        ("--placement", "up"): "--placement, up",
         ("--ngpu", "4", "--teacher.ranks", "4"): "teacher.ranks = 4 leaves no student rank",
         ("--block_stack.placement", "up"): 'block_stack.placement is "up"',
         ("--training.enable_cpu_offload",): "training.enable_cpu_offload is true, which a plan does not cover",
     }
     for arguments, words in refused.items():
-        if isinstance(words, int):
-            with pytest.raises(SystemExit) as exit_:
-                main([config, *arguments])
-            assert exit_.value.code == words
-            continue
         assert main([config, *arguments]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("Config error: ") and words in error

@@ -11,8 +11,10 @@ import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.job_config import DataLoader as DataLoaderConfig
 
+from blockgrow_titan.checks import check_config
 from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
-from blockgrow_titan.documents.pretokenized import tokenizer_fingerprint
+from blockgrow_titan.documents.pretokenized import read_index, tokenizer_fingerprint
+from blockgrow_titan.parse import parse_config
 from tests.unit_tests.jobs import arguments, losses, validations
 from tests.unit_tests.models import read_json
 from tests.unit_tests.preparing import (
@@ -166,3 +168,16 @@ def test_index_files(workspace: Path, copied: Path, content: str | None, words: 
 def test_missing_folder(workspace: Path, tmp_path: Path) -> None:
     text = refusal(workspace, ahead(tmp_path / "gone"))
     assert "training.dataset_path" in text and "there is no file or folder" in text
+
+
+def test_sets_divided_from_different_paths(workspace: Path, prepared: Path, tmp_path: Path) -> None:
+    """Prepared training documents and held-out ones of other files could overlap; of the same files they cannot."""
+    read = read_index(str(prepared / "train"))["source"]["path"]
+    for path, words in ((read, ""), (str(tmp_path), f"divided from {read} and {tmp_path}")):
+        overrides = ahead(prepared, validation__dataset="fineweb_edu", validation__dataset_path=path)
+        job_config = parse_config(arguments(workspace, tmp_path / "never_made", **overrides))
+        if words:
+            with pytest.raises(ValueError, match=words):
+                check_config(job_config)
+        else:
+            check_config(job_config)

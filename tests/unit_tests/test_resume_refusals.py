@@ -157,10 +157,14 @@ def test_bad_manifests(case: Callable[[str], Case], tmp_path: Path) -> None:
     job_config = parse_config(this.args(folder))
     path = checkpoint_folder(folder, 3) / "manifest.json"
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=f"{path} is not valid JSON .*: delete .*step-3 to resume from the one before"):
+    with pytest.raises(
+        ValueError, match=f"{path} is not valid JSON .*: use the checkpoint before it .*delete .*step-3"
+    ):
         find_resume_point(job_config)
     path.unlink()
-    with pytest.raises(ValueError, match="step-3 has no manifest.json.*: set job.dump_folder to another folder"):
+    with pytest.raises(
+        ValueError, match="step-3 has no manifest.json.*: give another one, or train in another job.dump_folder"
+    ):
         find_resume_point(job_config)
     with pytest.raises(ConfigError, match="no manifest.json"):
         launch(job_config, dist.HashStore(), 0, 1)
