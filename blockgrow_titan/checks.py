@@ -256,7 +256,14 @@ def _check_padding(name: str, seq_len: int, multiple: int) -> None:
 
 
 def _check_validation(job_config: JobConfig) -> None:
-    validation = job_config.validation
+    validation, diagnostics = job_config.validation, job_config.diagnostics
+    if diagnostics.tokens != -1:
+        _at_least("diagnostics.tokens (or -1 for twice validation.seq_len)", diagnostics.tokens, 1)
+    if diagnostics.enable and not validation.enable:
+        raise ValueError(
+            "diagnostics.enable is true but validation.enable false; diagnostics are taken at each validation, on its "
+            "documents: set validation.enable = true, or diagnostics.enable = false"
+        )
     if not validation.enable:
         return
     _one_of("validation.dataset", validation.dataset, list(RECORD_READERS))

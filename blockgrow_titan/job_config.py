@@ -153,6 +153,20 @@ class Documents:
 
 
 @dataclass
+class Diagnostics:
+    enable: bool = False
+    """
+    At each validation, look inside the student (residual RMS, token types, block removal, logit lens, gradient norms) and
+    write a line of `diagnostics.jsonl`. Changes nothing in the training. Needs `validation.enable`.
+    """
+    tokens: int = -1
+    """
+    Tokens of the fixed batch of held-out documents that it looks at. -1: twice `validation.seq_len`, 2 x 2048 (the
+    paper's batch) at most.
+    """
+
+
+@dataclass
 class JobConfig(TitanJobConfig):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     block_stack: BlockStack = field(default_factory=BlockStack)
@@ -160,3 +174,4 @@ class JobConfig(TitanJobConfig):
     distill: Distill = field(default_factory=Distill)
     teacher: Teacher = field(default_factory=Teacher)
     documents: Documents = field(default_factory=Documents)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)

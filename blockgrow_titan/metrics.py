@@ -4,6 +4,7 @@
 reads: the summary is computed from it. Whether or not a run was interrupted, both are the same, but for timings and a
 ``resume`` line. On resume, lines
 after the checkpoint's step are dropped (they will be written again) and TensorBoard purges the same steps.
+``diagnostics.jsonl``, if enabled, has a line for every validation and is kept in the same way (``diagnostics/recorder.py``).
 """
 
 import json
@@ -21,11 +22,13 @@ from torchtitan.components.metrics import LoggerContainer, MetricsProcessor, Ten
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.diagnostics.recorder import histograms, scalars
 from blockgrow_titan.growth.schedule import GrowthSchedule, Phase
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import BlockStackArgs
 
 METRICS_FILE = "metrics.jsonl"
+DIAGNOSTICS_FILE = "diagnostics.jsonl"
 SUMMARY_FILE = "summary.json"
 _NOT_LOGGED = ("step", "phase", "active_blocks", "active_layers", "seconds")  # in events, not in TensorBoard
 
@@ -61,6 +64,33 @@ def keep_until(events: Iterable[dict[str, Any]], step: int, phase: int) -> list[
     return [event for event in events if event["step"] < step or (event["step"] == step and event["phase"] <= phase)]
 
 
+class EventFile:
+    """A file of one JSON object a line, which a resumed run takes up where its checkpoint left it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def take_up(self, step: int, phase: int) -> list[dict[str, Any]]:
+        """Drop every line that will be written again (all of them at step 0); returns those that are kept."""
+        events = keep_until(read_events(self.path), step, phase) if step > 0 else []
+        with open(f"{self.path}.tmp", "w") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+        os.replace(f"{self.path}.tmp", self.path)
+        self.file = open(self.path, "a", buffering=1)
+        return events
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Append a line; without effect before ``take_up``."""
+        if self.file is not None:
+            self.file.write(json.dumps(event) + "\n")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
 class GrowthMetricsProcessor(MetricsProcessor):
     """torchtitan's MetricsProcessor with a line for every step and the phase in every line.
 
@@ -71,8 +101,8 @@ class GrowthMetricsProcessor(MetricsProcessor):
         super().__init__(_without_loggers(job_config), parallel_dims)
         self.job_config = job_config
         self.writes = torch.distributed.get_rank() == 0
-        self.path = os.path.join(job_config.job.dump_folder, METRICS_FILE)
-        self.file: Any = None
+        self.events = EventFile(os.path.join(job_config.job.dump_folder, METRICS_FILE))
+        self.diagnostics = EventFile(os.path.join(job_config.job.dump_folder, DIAGNOSTICS_FILE))
         self.schedule: GrowthSchedule | None = None
         self.phase: Phase | None = None
         self.active_layers = model_args.n_layers
@@ -84,11 +114,7 @@ class GrowthMetricsProcessor(MetricsProcessor):
         if not self.writes:
             return
         os.makedirs(self.job_config.job.dump_folder, exist_ok=True)
-        events = keep_until(read_events(self.path), step, phase.index) if step > 0 else []
-        with open(f"{self.path}.tmp", "w") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
-        os.replace(f"{self.path}.tmp", self.path)
-        self.file = open(self.path, "a", buffering=1)
+        events = self.events.take_up(step, phase.index)
         # The validations before and after growth share a step, but only the first is kept: purge that step too, and give
         # the loggers what was kept of it.
         self.logger = _build_loggers(self.job_config, purge_step=step)
@@ -99,13 +125,17 @@ class GrowthMetricsProcessor(MetricsProcessor):
                     f"{kind}/{k}": v for k, v in event.items() if isinstance(v, int | float) and k not in _NOT_LOGGED
                 }
                 self.logger.log(values, step)
+        if self.job_config.diagnostics.enable or os.path.exists(self.diagnostics.path):
+            for record in self.diagnostics.take_up(step, phase.index):
+                if record["step"] == step:
+                    self._show_diagnostics(step, record)
         if step > 0:
             if not any(event["event"] == "checkpoint" and event["step"] == step for event in events):
                 self._write("checkpoint", step)  # the run was killed between the save and its line
             self._write("resume", step)
 
     def _write(self, event: str, step: int, **fields: Any) -> None:
-        if self.file is None:
+        if self.events.file is None:
             return
         assert self.phase is not None
         record = {
@@ -116,7 +146,7 @@ class GrowthMetricsProcessor(MetricsProcessor):
             "active_layers": self.active_layers,
         }
         record |= {name: value for name, value in fields.items() if value is not None}
-        self.file.write(json.dumps(record) + "\n")
+        self.events.write(record)
 
     def log_step(self, step: int, report: StepReport, student_ranks: int) -> None:
         """Record one step; print it and send it to TensorBoard every ``metrics.log_freq`` steps."""
@@ -178,6 +208,27 @@ class GrowthMetricsProcessor(MetricsProcessor):
             f"{c.blue}{result['documents']} documents, {result['valid_tokens']:,} tokens in {seconds:.1f}s{c.reset}"
         )
 
+    def log_diagnostics(self, step: int, record: dict[str, Any], seconds: float) -> None:
+        """Record what ``diagnostics.recorder.Diagnostics.measure`` returned at a validation."""
+        if not self.writes:
+            return
+        assert self.phase is not None
+        self.diagnostics.write({"step": step, "phase": self.phase.index} | record)
+        self._show_diagnostics(step, record)
+        rms = " ".join(_number(boundary["mean"], ".3g") for boundary in record["boundaries"])
+        removal = " ".join(_number(removal["delta_ce"], "+.3f") for removal in record["removal"])
+        c = self.color
+        logger.info(
+            f"{c.yellow}diagnose step: {step:2}  phase: {self.phase.index} ({plural(self.active_layers, 'layer')})  "
+            f"{c.green}rms at each boundary: {rms}  ce without each block: {removal}  "
+            f"{c.blue}{record['tokens']:,} tokens in {seconds:.2f}s{c.reset}"
+        )
+
+    def _show_diagnostics(self, step: int, record: dict[str, Any]) -> None:
+        assert isinstance(self.logger, _Loggers)
+        self.logger.log(scalars(record), step)
+        self.logger.log_histograms(histograms(record), step)
+
     def log_growth(self, step: int, phase: Phase, active_layers: int, model: nn.Module) -> None:
         """Enter ``phase``, after ``step`` steps: every later line carries it."""
         self.phase, self.active_layers = phase, active_layers
@@ -198,9 +249,8 @@ class GrowthMetricsProcessor(MetricsProcessor):
         self._write("checkpoint", step, seconds=seconds)
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        self.events.close()
+        self.diagnostics.close()
         super().close()
 
 
@@ -222,8 +272,18 @@ class _ResumableTensorBoard(TensorBoardLogger):
         self.writer = SummaryWriter(log_dir, max_queue=1000, purge_step=purge_step)
 
 
-def _build_loggers(job_config: JobConfig, purge_step: int) -> LoggerContainer:
-    loggers = LoggerContainer()
+class _Loggers(LoggerContainer):
+    """torchtitan's container, and histograms for those loggers that can take counts of bins."""
+
+    def log_histograms(self, values: dict[str, dict[str, Any]], step: int) -> None:
+        for each in self._loggers:
+            if isinstance(each, _ResumableTensorBoard):
+                for tag, histogram in values.items():
+                    each.writer.add_histogram_raw(tag, **histogram, global_step=step)
+
+
+def _build_loggers(job_config: JobConfig, purge_step: int) -> _Loggers:
+    loggers = _Loggers()
     folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
     if job_config.metrics.enable_wandb:
         loggers.add_logger(WandBLogger(folder, job_config))
@@ -243,6 +303,10 @@ def build_growth_metrics_processor(
 def perplexity(ce: float) -> float:
     """exp(ce), infinite where that overflows."""
     return math.inf if ce >= 700 else math.exp(ce)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def plural(count: int, noun: str) -> str:

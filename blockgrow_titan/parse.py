@@ -21,7 +21,7 @@ from torchtitan.config import ConfigManager
 from blockgrow_titan.job_config import JobConfig
 
 CONFIG_MODULE = '"blockgrow_titan.job_config"'
-PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents")
+PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents", "diagnostics")
 
 
 class GrowthConfigManager(ConfigManager):

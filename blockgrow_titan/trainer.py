@@ -35,6 +35,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer
 
 from blockgrow_titan.checkpoint import GrowthCheckpointManager
+from blockgrow_titan.diagnostics.gradients import gradient_norms
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import LossSums, Objective
 from blockgrow_titan.documents.batches import num_micro_batches
@@ -342,6 +343,9 @@ class GrowthTrainer(Trainer):
             sums += torch.stack([value.double() for value in losses])
         del micro_batches
 
+        if self.validator is not None and self.job_config.diagnostics.enable:
+            if self.validator.should_validate(self.step):
+                self.validator.gradient_norms = gradient_norms(self.model_parts[0])
         grad_norm = dist_utils.clip_grad_norm_(
             [p for m in self.model_parts for p in m.parameters()], self.job_config.training.max_norm, foreach=True
         )

@@ -19,6 +19,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.diagnostics.recorder import Diagnostics
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import Objective
 from blockgrow_titan.documents.batches import Collator, validation_batches
@@ -66,6 +67,8 @@ class GrowthValidator(BaseValidator):
         self.objective, self.teacher, self.device = objective, teacher, device
         self.metrics_processor = metrics_processor
         self.last_steps = {phase.last_step for phase in schedule.phases}
+        self.diagnostics = Diagnostics(job_config, self.source, device) if job_config.diagnostics.enable else None
+        self.gradient_norms: dict[str, Any] | None = None  # of the last training step, if the trainer took them
 
     def should_validate(self, step: int) -> bool:
         """Every ``validation.freq`` steps and at the last step of each phase."""
@@ -84,7 +87,7 @@ class GrowthValidator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> dict[str, Any]:
-        """Evaluate on every document and log the result.
+        """Evaluate on every document and log the result; then, if enabled, take and log the diagnostics.
 
         Returns:
             ``{"loss", "ce", "ppl", "kl", "kd", "valid_tokens", "documents"}``: means per valid token over the set;
@@ -105,16 +108,25 @@ class GrowthValidator(BaseValidator):
             losses = model(inputs, targets)
             valid = (labels != IGNORE_INDEX).sum()
             sums += torch.stack([losses.loss, losses.ce, losses.kl, losses.kd, valid]).double()
-        model.train()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward, head and root stay gathered; a save or growth now needs shards
         dist.all_reduce(sums)
         if self.teacher:
             self.teacher.pop_wait_seconds()  # training's figure must not hold validation's waiting
         result = self._result(sums.tolist(), step)
         self.metrics_processor.log_validation(step, result, time.perf_counter() - started)
+        if self.diagnostics:
+            self._diagnose(model, step)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward, head and root stay gathered; a save or growth now needs shards
         return result
+
+    def _diagnose(self, model: nn.Module, step: int) -> None:
+        assert self.diagnostics is not None
+        started = time.perf_counter()
+        record = self.diagnostics.measure(model, self.gradient_norms)
+        self.gradient_norms = None  # a validation right after growth has none: the deeper model has not trained yet
+        self.metrics_processor.log_diagnostics(step, record, time.perf_counter() - started)
 
     def _result(self, sums: list[float], step: int) -> dict[str, Any]:
         *totals, tokens = sums
