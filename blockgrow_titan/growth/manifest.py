@@ -4,12 +4,15 @@
 decide how fast it goes (ranks, micro-batches, prefetch, compile, logging) are left out, so that a run may resume on
 another machine. A run whose config no longer matches stops and says which field differs. ``data`` says which documents
 the training and the validation set held, by count and digest; files that changed under the same path stop a run too.
-``model`` and ``custom_import`` are what it takes to build the student again without the config, for export.
+``model`` and ``custom_import`` are what it takes to build the student again without the config, for export. ``commit``
+names the code that wrote the manifest, for whoever reads the results; nothing compares it.
 """
 
 import dataclasses
 import json
 import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +92,26 @@ def trainable_fqns(model: nn.Module) -> list[str]:
     return [fqn for fqn, param in named_parameters(model) if param.requires_grad]
 
 
+def code_commit(root: Path | None = None) -> str | None:
+    """The commit of the checkout that this code is run from, with "-dirty" if a tracked file differs from it.
+
+    Args:
+        root: The checkout; None: the folder that the package lies in.
+
+    Returns:
+        None if that is no checkout (an installed wheel, a download), or git is not there or does not answer.
+    """
+    root = root or Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # never another repository that an installed package happens to lie in
+        return None
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
 def build_manifest(
     job_config: JobConfig,
     schedule: GrowthSchedule,
@@ -123,6 +146,8 @@ def build_manifest(
             for block in range(job_config.block_stack.num_blocks)
         },
     }
+    if commit := code_commit():
+        manifest["commit"] = commit
     return json.loads(json.dumps(manifest))  # the same types as when it is read back
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from blockgrow_titan.growth.manifest import (
     build_manifest,
     check_config,
     check_data,
+    code_commit,
     read_manifest,
     trajectory_config,
     write_manifest,
@@ -34,8 +37,19 @@ FREE = {
     "documents.pad_to_multiple_of",
     "optimizer.implementation",
     "optimizer.early_step_in_backward",
+    "diagnostics.enable",
+    "diagnostics.tokens",
 }
-WHOLE_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents", "optimizer", "lr_scheduler")
+WHOLE_SECTIONS = (
+    "block_stack",
+    "growth",
+    "distill",
+    "teacher",
+    "documents",
+    "optimizer",
+    "lr_scheduler",
+    "diagnostics",
+)
 
 
 DATA: dict[str, dict[str, int | str]] = {
@@ -153,4 +167,48 @@ def test_a_manifest_without_data(workspace: Path) -> None:
     saved = manifest_of(parsed(workspace))
     del saved["data"]
     with pytest.raises(ValueError, match=r"training: it had nothing, there are now 40 documents"):
+        check_data(saved, DATA, "step-2")
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not there")
+def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "checkout"
+    assert code_commit(tmp_path) is None  # no checkout
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", *identity, "-C", str(checkout), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    checkout.mkdir()
+    git("init", "--quiet")
+    assert code_commit(checkout) is None  # without a commit
+    (checkout / "file").write_text("one")
+    git("add", "file")
+    git("commit", "--quiet", "-m", "first")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD")
+    assert len(head) == 40 and code_commit(checkout) == head
+    (checkout / "new").touch()  # outputs, notes: not the code's
+    assert code_commit(checkout) == head
+    (checkout / "file").write_text("two")
+    assert code_commit(checkout) == f"{head}-dirty"
+    inside = checkout / "site-packages"
+    inside.mkdir()
+    assert code_commit(inside) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_commit(checkout) is None  # no git
+
+
+def test_the_commit_is_never_compared(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockgrow_titan.growth.manifest.code_commit", lambda: "a" * 40)
+    job_config = parsed(workspace)
+    saved = manifest_of(job_config)
+    assert saved["commit"] == "a" * 40
+    for commit in ("b" * 40, None):
+        monkeypatch.setattr("blockgrow_titan.growth.manifest.code_commit", lambda commit=commit: commit)
+        now = manifest_of(job_config)
+        assert ("commit" in now) == (commit is not None)
+        assert {k: v for k, v in now.items() if k != "commit"} == {k: v for k, v in saved.items() if k != "commit"}
+        check_config(saved, job_config, "step-2")
         check_data(saved, DATA, "step-2")
