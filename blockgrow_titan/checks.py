@@ -28,6 +28,7 @@ from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.check import check_teacher
 
 TEACHER_DTYPES = ("bfloat16", "float32")
+DOWNLOAD = "A published model, tokenizer included, comes with: hf download ORGANISATION/MODEL --local-dir FOLDER"
 OPTIMIZERS = ("Adam", "AdamW")  # what torchtitan's builder knows
 
 
@@ -288,7 +289,7 @@ def _check_tokenizer(job_config: JobConfig, args: BlockStackArgs, needed: bool) 
             )
     except ValueError as error:
         if needed:
-            raise
+            raise ValueError(f"{error}. {DOWNLOAD}") from None
         logger.warning(f"{error}. A run would be refused")
         return None
     tokenizer = HuggingFaceTokenizer(folder)

@@ -394,6 +394,6 @@ def test_another_tokenizer_of_the_same_size(
 def test_data_tokenizer(base: JobConfig, tmp_path: Path) -> None:
     assert_names(refusal(changed(base, model__hf_assets_path=str(tmp_path))), str(tmp_path), "no tokenizer.json")
     text = refusal(changed(base, model__hf_assets_path=str(tmp_path / "none")))
-    assert_names(text, "model.hf_assets_path", str(tmp_path / "none"))
+    assert_names(text, "model.hf_assets_path", str(tmp_path / "none"), "hf download")
     text = refusal(changed(base, model__hf_assets_path="package:blockgrow_titan/assets/tokenizer"))
     assert_names(text, "tokenizer of 4096 entries", "320", 'model.flavor "toy"', "choose the flavor")
