@@ -138,7 +138,7 @@ def closing_lines(runs: Sequence[Run], folder: Path) -> list[str]:
         "",
         "Validation cross-entropy at the last step",
         *(f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}" for a, b, c, d in rows),
-        f"The folders are in {folder}",
+        f"The folders are in {folder}. Tables and figures: tools/report.py {shlex.quote(str(folder))} -o REPORT",
     ]
 
 

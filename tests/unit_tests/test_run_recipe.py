@@ -51,7 +51,10 @@ def test_all_runs_and_again(bench: Bench) -> None:
     assert "4 runs, 0 complete; seeds: 42, 7; for table1, figure3a" in out
     ces = {42: "4.2600", 7: "0.7600"}
     assert rows(out) == [[run.name, str(run.seed), ces[run.seed], run.folder.name] for run in runs]
-    assert out.splitlines()[-1] == f"The folders are in {bench.out / 'toy'}"
+    folder = bench.out / "toy"
+    assert (
+        out.splitlines()[-1] == f"The folders are in {folder}. Tables and figures: tools/report.py {folder} -o REPORT"
+    )
     assert re.search(r"\[2/4\] grow_post \(seed 42\): complete in \d+s, ce 4\.2600", out)
     for run in runs:
         assert (run.folder / "console.log").read_text() == "+ the command\n"
