@@ -30,7 +30,7 @@ from blockgrow_titan.growth.manifest import check_config, read_manifest, write_m
 from blockgrow_titan.growth.schedule import GrowthSchedule
 from blockgrow_titan.job_config import JobConfig
 
-_OTHER_STATES = tuple(f"{name}." for name in (OPTIMIZER, LR_SCHEDULER, TRAIN_STATE, DATALOADER))
+OTHER_STATES = tuple(f"{name}." for name in (OPTIMIZER, LR_SCHEDULER, TRAIN_STATE, DATALOADER))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class GrowthCheckpointManager(CheckpointManager):
         saved = {
             key
             for key in FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-            if not key.startswith(_OTHER_STATES)
+            if not key.startswith(OTHER_STATES)
         }
         wanted = set(self.states[MODEL].state_dict())
         surplus, missing = sorted(saved - wanted), sorted(wanted - saved)

@@ -16,6 +16,10 @@ from pathlib import Path
 if not __package__:  # python tools/convert_hf.py: find the package as python -m does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.path.insert(1, str(Path.cwd()))
+from tools.environment import enter  # noqa: E402
+
+if __name__ == "__main__":
+    enter(__file__)
 
 FROM_HF = """Convert a Hugging Face folder of a dense Qwen3 to a teacher's checkpoint.
 

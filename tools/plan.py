@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's package, however the file is run
+from tools.environment import enter  # noqa: E402
+
+if __name__ == "__main__":
+    enter(__file__)
 
 from blockgrow_titan.infra import device  # noqa: E402, F401  (before torchtitan: see there)
 

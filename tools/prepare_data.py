@@ -22,6 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if __package__ in (None, ""):  # python tools/prepare_data.py: the package lies beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.environment import enter  # noqa: E402
+
+if __name__ == "__main__":
+    enter(__file__)
 
 if TYPE_CHECKING:  # imported late: --help should not wait for torch
     from blockgrow_titan.documents.source import DocumentSource

@@ -12,19 +12,15 @@ Runs that are unfinished or broken are named and left out of the tables, and wha
 command that would run it. Runs that cannot be compared (another teacher, learning rate, sequence length ...) are refused.
 """
 
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's package, however the file is run
-SETUP = 'root=$1; shift; source "$root/setup_env.sh"; setup_env "$root" run; exec "$PYTHON" "$0" "$@"'
-if __name__ == "__main__" and not importlib.util.find_spec("torchtitan") and "BLOCKGROW_SETUP" not in os.environ:
-    # A Python without the plugin's packages: start again in the environment of run_train.sh, which is made on first use.
-    os.environ["BLOCKGROW_SETUP"] = "1"
-    sys.stdout.flush()
-    os.execvp("bash", ["bash", "-euo", "pipefail", "-c", SETUP, __file__, str(ROOT), *sys.argv[1:]])
+from tools.environment import enter  # noqa: E402
+
+if __name__ == "__main__":
+    enter(__file__)
 
 import argparse  # noqa: E402
 from collections.abc import Sequence  # noqa: E402

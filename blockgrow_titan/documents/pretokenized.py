@@ -19,20 +19,23 @@ from typing import Any
 import numpy as np
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from blockgrow_titan.documents.records import BadDocumentError, OpenPerProcess, ReaderConfig, RecordReader
+from blockgrow_titan.documents.records import (
+    BadDocumentError,
+    OpenPerProcess,
+    ReaderConfig,
+    RecordReader,
+    tokenizer_parts,
+)
 from blockgrow_titan.paths import resolve
 
 FORMAT = 1
 INDEX_FILE = "dataset.json"
 DIGEST_BYTES = hashlib.sha256().digest_size
-_TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")
 
 
 def tokenizer_fingerprint(tokenizer: HuggingFaceTokenizer) -> str:
-    """Return SHA-256 over whatever decides the ids of a text; truncation, padding and decoding do not."""
-    parts = json.loads(tokenizer.tokenizer.to_str())
-    decisive = json.dumps({name: parts.get(name) for name in _TOKENIZER_PARTS}, sort_keys=True)
-    return hashlib.sha256(decisive.encode()).hexdigest()
+    """Return SHA-256 over ``tokenizer_parts``."""
+    return hashlib.sha256(json.dumps(tokenizer_parts(tokenizer), sort_keys=True).encode()).hexdigest()
 
 
 def id_type(tokenizer: HuggingFaceTokenizer) -> str:

@@ -9,6 +9,7 @@ files are opened anew in each process (``OpenPerProcess``).
 """
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,6 +21,17 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from blockgrow_titan.paths import resolve
 
 SAMPLED_DOCUMENTS = 16
+
+
+def tokenizer_parts(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
+    """Return whatever of a tokenizer decides the ids of a text; truncation, padding and decoding do not.
+
+    As the library writes it: files of different versions of it differ without any difference in meaning.
+    """
+    parts = json.loads(tokenizer.tokenizer.to_str())
+    return {
+        name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")
+    }
 
 
 class BadDocumentError(ValueError):

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpoint import TRAIN_STATE
 
+from blockgrow_titan.checkpoint import OTHER_STATES
 from blockgrow_titan.growth.manifest import FILE_NAME, MODEL_DIMENSIONS, read_manifest
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.model import BlockStackModel
@@ -27,7 +28,6 @@ from blockgrow_titan.teacher.files import CONFIG, TeacherFiles, open_teacher
 from blockgrow_titan.teacher.files import DCP_METADATA as METADATA
 
 STEP = f"{TRAIN_STATE}.step"
-_OTHER_STATES = tuple(f"{name}." for name in (OPTIMIZER, LR_SCHEDULER, TRAIN_STATE, DATALOADER))
 
 
 class StudentCheckpoint:
@@ -77,7 +77,7 @@ class StudentCheckpoint:
         model = {
             fqn: entry
             for fqn, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and not fqn.startswith(_OTHER_STATES)
+            if isinstance(entry, TensorStorageMetadata) and not fqn.startswith(OTHER_STATES)
         }
         self.shapes = {fqn: entry.size for fqn, entry in model.items()}
         self.dtypes = {fqn: entry.properties.dtype for fqn, entry in model.items()}

@@ -193,6 +193,51 @@ def _row_blocks_of(device_type: str) -> Iterator[None]:
         objective_module.CPU_ROW_BLOCK_ELEMENTS = saved
 
 
+def _allocate(
+    config: JobConfig, args: BlockStackArgs, model: nn.Module, parallel_dims: ParallelDims, memory: TensorBytes
+) -> tuple[list[int], Any, Tensor | None]:
+    """What is there between steps: the bytes after weights, gradients, optimizer and teacher's head; the last two."""
+    model.to_empty(device="cpu")
+    model.init_buffers()  # type: ignore[operator]
+    model.train()
+    memory.add(*model.parameters(), *model.buffers())
+    marks = [memory.live]
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    marks.append(memory.live)
+    optimizers = get_train_spec(config.model.name).build_optimizers_fn([model], config.optimizer, parallel_dims)
+    optimizers.step()
+    marks.append(memory.live)
+    head = torch.empty(args.vocab_size, args.dim, dtype=teacher_dtype(config)) if config.teacher.path else None
+    marks.append(memory.live)
+    return marks, optimizers, head
+
+
+def _watch_head(model: nn.Module, memory: TensorBytes) -> list[int]:
+    """A list that every forward extends: bytes alive before the head, the peak until then, the peak in the head."""
+    at_head: list[int] = []
+
+    def before(*_: Any) -> None:
+        at_head.extend((memory.live, memory.peak))
+        memory.reset_peak()
+
+    head = model.get_submodule("output")
+    head.register_forward_pre_hook(before)
+    head.register_forward_hook(lambda *_: at_head.append(memory.peak))
+    return at_head
+
+
+def _forward(config: JobConfig, model: nn.Module, head: Tensor | None, rows: int, length: int) -> tuple[Tensor, int]:
+    """The loss of a micro-batch of valid tokens, and the bytes of the teacher's answer to it."""
+    inputs, labels = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
+    answer = None if head is None else torch.empty(rows * length, head.shape[1], dtype=head.dtype)
+    objective = get_train_spec(config.model.name).build_loss_fn(config)
+    with ValidTokens():
+        sums = model(inputs, LossTargets(labels, objective, 1.0, answer, head))
+    return sums.loss, 0 if answer is None else answer.untyped_storage().nbytes()
+
+
 def student_footprint(
     job_config: JobConfig,
     args: BlockStackArgs,
@@ -217,53 +262,20 @@ def student_footprint(
     config.compile.enable = False
     if config.training.enable_cpu_offload:
         raise NotImplementedError("training.enable_cpu_offload is true, which a plan does not cover: set it to false")
-    spec = get_train_spec(config.model.name)
     model, _, _ = student_on_meta(config, args, parallel_dims)
-    has_teacher, dtype = bool(config.teacher.path), teacher_dtype(config)
-
     with _row_blocks_of(device_type), FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
-        model.to_empty(device="cpu")
-        model.init_buffers()  # type: ignore[operator]
-        model.train()
-        memory.add(*model.parameters(), *model.buffers())
-        marks = [memory.live]
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        for param in trainable:
-            param.grad = torch.zeros_like(param)
-        marks.append(memory.live)
-        optimizers = spec.build_optimizers_fn([model], config.optimizer, parallel_dims)
-        optimizers.step()
-        marks.append(memory.live)
-        head = torch.empty(args.vocab_size, args.dim, dtype=dtype) if has_teacher else None
-        marks.append(memory.live)
-
-        at_head: list[int] = []  # of each forward: live before the head, peak until then, peak in the head
-
-        def before_head(*_: Any) -> None:
-            at_head.extend((memory.live, memory.peak))
-            memory.reset_peak()
-
-        head_module = model.get_submodule("output")
-        head_module.register_forward_pre_hook(before_head)
-        head_module.register_forward_hook(lambda *_: at_head.append(memory.peak))
-
-        def forward(rows: int, length: int) -> tuple[Any, int]:
-            """The loss of a micro-batch of valid tokens, and the bytes of the teacher's answer to it."""
-            inputs, labels = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
-            answer = torch.empty(rows * length, args.dim, dtype=dtype) if has_teacher else None
-            with ValidTokens():
-                sums = model(inputs, LossTargets(labels, spec.build_loss_fn(config), 1.0, answer, head))
-            return sums.loss, 0 if answer is None else answer.untyped_storage().nbytes()
-
+        marks, optimizers, head = _allocate(config, args, model, parallel_dims, memory)
+        at_head = _watch_head(model, memory)
         memory.reset_peak()
-        loss, answer_bytes = forward(documents or config.training.local_batch_size, config.training.seq_len)
+        rows = documents or config.training.local_batch_size
+        loss, answer_bytes = _forward(config, model, head, rows, config.training.seq_len)
         loss.backward()
         del loss
         dist_utils.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
         optimizers.step()
         if config.validation.enable:
             with torch.no_grad():
-                forward(config.validation.local_batch_size, config.validation.seq_len)
+                _forward(config, model, head, config.validation.local_batch_size, config.validation.seq_len)
         peak = max(memory.peak, *at_head)
     weights, gradients, optimizer, teacher_head = (b - a for a, b in zip([0, *marks], marks, strict=False))
     return StudentFootprint(

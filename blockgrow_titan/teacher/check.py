@@ -1,6 +1,5 @@
 """Does the teacher fit the student? Checked from files alone, before any process group or model exists."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -8,11 +7,11 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.documents.records import tokenizer_parts
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.paths import resolve
-from blockgrow_titan.teacher.files import CONFIG, DCP_METADATA, INDEX, SINGLE, open_teacher
-from blockgrow_titan.teacher.layout import model_args
+from blockgrow_titan.teacher.files import AbsentFiles, TeacherFiles, open_teacher
 
 
 def check_teacher(
@@ -36,11 +35,14 @@ def check_teacher(
     path = job_config.teacher.path
     if not path:
         return
-    if may_be_absent and (absent := absent_files(path)):
-        logger.warning(f"teacher.path is {path}: {absent}. A run would be refused")
-        teacher = _described(path)
-    else:
-        teacher = open_teacher(resolve(path, "teacher.path")).args
+    teacher: Qwen3ModelArgs | None
+    try:
+        teacher = _open(path).args
+    except AbsentFiles as error:
+        if not may_be_absent:
+            raise
+        logger.warning(f"{error}. A run would be refused")
+        teacher = error.args_of_config
     if teacher is not None:
         _check_dimensions(job_config, args, teacher)
     if tokenizer is not None and not (may_be_absent and not _tokenizer_file(path)):
@@ -54,17 +56,19 @@ def teacher_args(job_config: JobConfig, args: Qwen3ModelArgs) -> Qwen3ModelArgs:
         job_config: The job's config, with ``teacher.path``.
         args: The flavor's dimensions, taken where the teacher has no ``config.json``: a published Qwen3's are its own.
     """
-    return replace(_described(job_config.teacher.path) or args, max_seq_len=job_config.training.seq_len)
-
-
-def _described(path: str) -> Qwen3ModelArgs | None:
-    """What the teacher's ``config.json`` says, None if it is not there."""
     try:
-        file = resolve(os.path.join(path, CONFIG), "teacher.path")
-    except ValueError:
-        return None
-    with open(file, encoding="utf-8") as opened:
-        return model_args(json.load(opened), f"teacher.path {path}")
+        args = _open(job_config.teacher.path).args
+    except AbsentFiles as error:
+        args = error.args_of_config or args
+    return replace(args, max_seq_len=job_config.training.seq_len)
+
+
+def _open(path: str) -> TeacherFiles:
+    try:
+        folder = resolve(path, "teacher.path")
+    except ValueError as error:
+        raise AbsentFiles(str(error)) from None
+    return open_teacher(folder)
 
 
 def _tokenizer_file(path: str) -> bool:
@@ -72,23 +76,6 @@ def _tokenizer_file(path: str) -> bool:
         return bool(resolve(os.path.join(path, "tokenizer.json"), "teacher.path"))
     except ValueError:
         return False
-
-
-def absent_files(path: str) -> str:
-    """What is not there of the weights of the teacher at ``teacher.path``, in words; empty if every file is."""
-    try:
-        folder = resolve(path, "teacher.path")
-    except ValueError:
-        return "there is no such folder"
-    if os.path.isfile(os.path.join(folder, DCP_METADATA)):
-        return ""
-    index = os.path.join(folder, INDEX)
-    if not os.path.isfile(index):
-        return "" if os.path.isfile(os.path.join(folder, SINGLE)) else "it holds no weights"
-    with open(index, encoding="utf-8") as file:
-        names = sorted(set(json.load(file)["weight_map"].values()))
-    absent = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
-    return f"{absent[0]} is not there" if absent else ""
 
 
 def _check_dimensions(job_config: JobConfig, args: BlockStackArgs, teacher: Qwen3ModelArgs) -> None:
@@ -117,12 +104,9 @@ def _check_same_tokenizer(job_config: JobConfig, folder: str, tokenizer: Hugging
         raise ValueError(
             f"teacher.path {folder} has no tokenizer.json, so its tokenizer cannot be compared: add the file"
         )
-    # both as the library writes them: files of different versions of it differ without any difference in meaning
-    theirs = json.loads(HuggingFaceTokenizer(folder).tokenizer.to_str())
-    ours = json.loads(tokenizer.tokenizer.to_str())
-    # Whatever changes the ids of a text; truncation, padding and decoding do not.
-    for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"):
-        if theirs.get(part) != ours.get(part):
+    theirs, ours = tokenizer_parts(HuggingFaceTokenizer(folder)), tokenizer_parts(tokenizer)
+    for part in ours:
+        if theirs[part] != ours[part]:
             raise ValueError(
                 f"teacher.path {folder} has another tokenizer than model.hf_assets_path {tokenizer.tokenizer_path} "
                 f"(tokenizer.json differs in its {part}): the teacher would read other words; point model.hf_assets_path "

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 from blockgrow_titan.teacher.layout import (
     CONFIG,
@@ -41,6 +42,19 @@ SINGLE = "model.safetensors"
 DCP_METADATA = ".metadata"
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class AbsentFiles(ValueError):
+    """The folder, its config or its weights are not there; in a dry run that is no fault.
+
+    Args:
+        text: As of any refusal.
+        args_of_config: The dimensions, if ``config.json`` is there.
+    """
+
+    def __init__(self, text: str, args_of_config: Qwen3ModelArgs | None = None) -> None:
+        super().__init__(text)
+        self.args_of_config = args_of_config
 
 
 class TeacherFiles(ABC):
@@ -140,13 +154,16 @@ class TeacherFiles(ABC):
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor."""
 
+    def _absent(self, text: str) -> AbsentFiles:
+        return AbsentFiles(f"{self._subject} {text}", getattr(self, "args", None))
+
     def _error(self, text: str) -> ValueError:
         return ValueError(f"{self._subject} {text}")
 
     def _json(self, name: str, advice: str) -> dict[str, Any]:
         path = os.path.join(self.folder, name)
         if not os.path.isfile(path):
-            raise self._error(f"has no {name}: {advice}")
+            raise self._absent(f"has no {name}: {advice}")
         try:
             with open(path, encoding="utf-8") as file:
                 value = json.load(file)
@@ -188,7 +205,7 @@ class HuggingFaceFiles(TeacherFiles):
         """Tensor -> file, as the index says; empty without an index, when one file has all."""
         if not os.path.isfile(os.path.join(self.folder, INDEX)):
             if not os.path.isfile(os.path.join(self.folder, SINGLE)):
-                raise self._error(
+                raise self._absent(
                     f"has neither {SINGLE} nor {INDEX}: its weights must be in safetensors format (save_pretrained of "
                     "transformers writes it)"
                 )
@@ -198,7 +215,7 @@ class HuggingFaceFiles(TeacherFiles):
             raise self._error(f"has no weight_map in {INDEX}: download it again")
         absent = [f for f in sorted(set(files.values())) if not os.path.isfile(os.path.join(self.folder, f))]
         if absent:
-            raise self._error(f"has a {INDEX} that names {shortened(absent)}, which is not there: download it")
+            raise self._absent(f"has a {INDEX} that names {shortened(absent)}, which is not there: download it")
         return files
 
     def _open(self, file: str) -> Any:
@@ -291,7 +308,7 @@ def open_teacher(folder: str, role: str = "teacher") -> TeacherFiles:
         ValueError, NotImplementedError: See ``TeacherFiles``.
     """
     if not os.path.isdir(folder):
-        raise ValueError(f"there is no {role} folder {folder}: give {KINDS}")
+        raise AbsentFiles(f"there is no {role} folder {folder}: give {KINDS}")
     kind = ConvertedFiles if os.path.isfile(os.path.join(folder, DCP_METADATA)) else HuggingFaceFiles
     return kind(folder, role)
 

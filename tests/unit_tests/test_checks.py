@@ -17,6 +17,7 @@ from blockgrow_titan.growth.hooks import load_hooks
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.parse import parse_config
+from blockgrow_titan.teacher.files import AbsentFiles
 from blockgrow_titan.train import ConfigError, launch, refuse
 from tests.unit_tests.jobs import JOB_VOCAB, arguments, without_teacher
 from tests.unit_tests.models import save_hf_teacher
@@ -340,8 +341,9 @@ def test_hidden_size_of_another_flavor(base: JobConfig, workspace: Path, tmp_pat
 
 def test_absent_teacher(base: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_names(refusal(changed(base, teacher__path="no/where")), 'teacher.path = "no/where"', f"{tmp_path}/no/where")
-    text = refusal(changed(base, teacher__path="package:blockgrow_titan/assets/none"))
+    text = refusal(changed(base, teacher__path="no/where"), AbsentFiles)
+    assert_names(text, 'teacher.path = "no/where"', f"{tmp_path}/no/where")
+    text = refusal(changed(base, teacher__path="package:blockgrow_titan/assets/none"), AbsentFiles)
     assert_names(
         text, 'teacher.path = "package:blockgrow_titan/assets/none"', os.path.join("blockgrow_titan", "assets", "none")
     )

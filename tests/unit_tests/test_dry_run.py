@@ -88,7 +88,7 @@ def test_absent_files_are_warnings(rank_pool: RankPool, workspace: Path, tmp_pat
     args = dry(workspace, tmp_path, teacher__path="nowhere/teacher", training__dataset_path="nowhere/train.jsonl")
     lines = rank_pool.run(dry_run_lines, 1, args=args, pretended=2)[0]
     warnings = [line for line in lines if line.startswith("WARNING: ")]
-    assert any("teacher.path is nowhere/teacher: there is no such folder" in line for line in warnings)
+    assert any('teacher.path = "nowhere/teacher": there is no file or folder' in line for line in warnings)
     assert any("training.dataset_path" in line and "nowhere/train.jsonl" in line for line in warnings)
     assert any(f"teacher: {FLAVORS['toy'].n_layers} layers" in line for line in lines)
     assert lines[-1] == "Dry run completed: the config is sound"
@@ -100,8 +100,13 @@ def test_a_teacher_without_weights_is_still_checked(rank_pool: RankPool, workspa
     shutil.copytree(workspace / "teacher", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     args = dry(workspace, tmp_path, teacher__path=str(folder))
     lines = rank_pool.run(dry_run_lines, 1, args=args, pretended=2)[0]
-    assert any(line.startswith("WARNING: ") and "it holds no weights" in line for line in lines)
+    assert any(line.startswith("WARNING: ") and "has neither model.safetensors nor" in line for line in lines)
     assert any(line.startswith("teacher: 2 layers") for line in lines)
+    for index, found in (("{", "is not JSON"), ("{}", "no weight_map")):  # there, but broken: no warning
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(RankError, match=f"ConfigError: the teacher in .*{found}"):
+            rank_pool.run(dry_run_lines, 1, args=args, pretended=2)
+    (folder / "model.safetensors.index.json").unlink()
     config = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     with pytest.raises(RankError, match="ConfigError: .*has hidden size 64, but model.flavor"):

@@ -281,5 +281,5 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert "2,981,181,696" in done.stdout and "16 GPUs" in done.stdout
     notes = done.stderr.splitlines()
     assert all(note.startswith("note: ") for note in notes), done.stderr
-    assert any("teacher.path is ./assets/hf/Qwen3-8B-Base: there is no such folder" in note for note in notes)
+    assert any('teacher.path = "./assets/hf/Qwen3-8B-Base": there is no file or folder' in note for note in notes)
     assert not list(tmp_path.iterdir())
