@@ -5,11 +5,15 @@
     tools/run_recipe.py recipes/joint_budget.toml --scale qwen3_8b --dry-run
     tools/run_recipe.py freeze --only freeze_post -- --metrics.log_freq 1
 
-read the recipe (``tools/recipes.py``) -> state of every run's folder -> check every config -> launch, watch, next.
+read the recipe (``tools/recipes.py``) -> state of every run's folder -> check every config -> launch, watch, next ->
+report.
 
 Each job goes through ``run_train.sh``, with NGPU from the environment, into a folder of its own that also holds its
 console (``console.log``) and what it is (``run.json``). A folder that was written by another config is refused before
 anything starts. A failed run does not stop the others. Ctrl-C ends the running job; the same command goes on.
+
+At the end the tables and figures that the recipe yields are made of its runs (and of no other that may be there), those
+that are not complete named in it: ``<out>/<scale>/reports/<recipe>``, with --only ``<recipe>-part``.
 """
 
 import os
@@ -36,11 +40,16 @@ from torchtitan.tools.logging import logger  # noqa: E402  # isort: skip
 
 from blockgrow_titan.checks import check_config  # noqa: E402
 from blockgrow_titan.metrics import duration, plural  # noqa: E402
+from blockgrow_titan.report.reading import is_run  # noqa: E402
+from blockgrow_titan.report.write import check_output, make_report  # noqa: E402
 from tools.launching import Console, Runner, State, Stop, measured_pace, state_of, work_left  # noqa: E402
 from tools.recipe_runs import Run, build_runs  # noqa: E402
 from tools.recipes import Recipe, Scale, check_seeds, read_recipe, read_scale, recipe_names  # noqa: E402
 
 CONFIG_ERROR_STATUS = 2
+FAILED_STATUS = 1
+REPORTS = "reports"
+REPORT_FILE = "report.html"
 OWN_FIELDS = ("job.config_file", "job.dump_folder", "debug.seed")
 
 
@@ -92,12 +101,18 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return check_seeds([int(part) if part.isdecimal() else part for part in parts], "--seeds")
 
 
-def heading(recipe: Recipe, scale: Scale, runs: Sequence[Run], states: Sequence[State]) -> list[str]:
+def report_folder(folder: Path, recipe: Recipe, only: Sequence[str]) -> Path:
+    """Where the report goes, in the scale's folder; one of some runs alone does not replace that of all."""
+    return folder / REPORTS / (recipe.name + ("-part" if only else ""))
+
+
+def heading(recipe: Recipe, scale: Scale, runs: Sequence[Run], states: Sequence[State], report: Path) -> list[str]:
     done = sum(state.complete for state in states)
     return [
         f"{recipe.title} ({recipe.name}), at scale {scale.name}: {scale.description}",
         f"{plural(len(runs), 'run')}, {done} complete; seeds: {', '.join(map(str, dict.fromkeys(r.seed for r in runs)))}; "
         f"for {', '.join(recipe.yields)}",
+        f"report: {report / REPORT_FILE}",
     ]
 
 
@@ -135,8 +150,26 @@ def closing_lines(runs: Sequence[Run], folder: Path) -> list[str]:
         "",
         "Validation cross-entropy at the last step",
         *(f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}" for a, b, c, d in rows),
-        f"The folders are in {folder}. Tables and figures: tools/report.py {shlex.quote(str(folder))} -o REPORT",
+        f"The folders are in {folder}.",
     ]
+
+
+def report_runs(recipe: Recipe, scale: Scale, runs: Sequence[Run], report: Path, again: str) -> bool:
+    """Make the report of these runs and say where it is; returns whether there is one."""
+    lines = [recipe.question, f"Recipe {recipe.name}, scale {scale.name}: {scale.description}."]
+    states = [(run, state_of(run)) for run in runs]
+    if left := [f"{run} ({state.words})" for run, state in states if not state.complete]:
+        lines.append(f"Not complete: {', '.join(left)}. To go on: {again}")
+    try:
+        folders = [run.folder for run in runs if is_run(run.folder)]
+        left_out = make_report(folders, report, recipe.yields, recipe.title, lines)
+    except (ValueError, OSError) as error:
+        print(f"No report: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return False
+    for line in left_out:
+        print(f"note: {line}", file=sys.stderr)
+    print(f"Tables and figures: {report / REPORT_FILE}", flush=True)
+    return True
 
 
 def run_all(runs: Sequence[Run], launcher: Sequence[str], folder: Path, again: str) -> int:
@@ -151,14 +184,15 @@ def run_all(runs: Sequence[Run], launcher: Sequence[str], folder: Path, again: s
     if failures:
         print(f"{plural(len(failures), 'run')} of {len(runs)} failed: {'; '.join(failures)}", file=sys.stderr)
         print(f"To try again: {again}", file=sys.stderr, flush=True)
-    return 1 if failures else 0
+    return FAILED_STATUS if failures else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/run_recipe.py",
         usage="%(prog)s RECIPE [--scale SCALE] [--only RUN ...] [--seeds 42,43] [--out DIR] [--dry-run] [-- OPTION ...]",
-        description="Run the jobs of a recipe that are not complete, one after the other; resume what was interrupted.",
+        description="Run the jobs of a recipe that are not complete, one after the other; resume what was interrupted; make "
+        "its tables and figures.",
         epilog="What follows -- overrides fields of every run's config, for example -- --teacher.path DIR. NGPU is the number "
         "of ranks, as for run_train.sh.",
     )
@@ -198,14 +232,21 @@ def run_recipe(options: argparse.Namespace, further: Sequence[str], again: str) 
     seeds = recipe.seeds if options.seeds is None else parse_seeds(options.seeds)
     runs = build_runs(recipe, scale, seeds, options.out, options.only, further)
     states = [state_of(run) for run in runs]
-    print("\n".join(heading(recipe, scale, runs, states)), flush=True)
-    check_runs([run for run, state in zip(runs, states, strict=True) if not state.complete], options.dry_run)
     folder = options.out / scale.name
+    report = report_folder(folder, recipe, options.only)
+    check_output(report, [])
+    print("\n".join(heading(recipe, scale, runs, states, report)), flush=True)
+    check_runs([run for run, state in zip(runs, states, strict=True) if not state.complete], options.dry_run)
     if options.dry_run:
         print("\n".join(plan_lines(runs, states, launcher, measured_pace(folder))), flush=True)
     if refused := [f"{run}: {state.refused}" for run, state in zip(runs, states, strict=True) if state.refused]:
         raise ValueError("mixed results: " + "; ".join(refused))
-    return 0 if options.dry_run else run_all(runs, launcher, folder, again)
+    if options.dry_run:
+        return 0
+    status = run_all(runs, launcher, folder, again)
+    if status not in (0, FAILED_STATUS):  # stopped
+        return status
+    return status if report_runs(recipe, scale, runs, report, again) else FAILED_STATUS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"Config error: {' '.join(str(error).split())}", file=sys.stderr)
         return CONFIG_ERROR_STATUS
-    except KeyboardInterrupt:  # before the first job
+    except KeyboardInterrupt:  # before the first job, or in the report
         return 130
 
 

@@ -5,7 +5,7 @@
 reading.py      one run's folder: what it is, its events, whether it is whole
 experiment.py   which run is which, by its manifest; refuses runs that cannot be compared
 table.py        a table, as CSV, JSON, Markdown and HTML; mean and standard deviation over seeds
-losses.py       Tables 1, 2, 3, A2, A3
+losses.py       Tables 1, 2, 3, A2, A3, and of variants
 internals.py    Tables 4 and A4
 style.py        colours, markers and files of all figures
 curves.py       Figures 3a, 3b, 5b

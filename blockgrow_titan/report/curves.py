@@ -119,7 +119,8 @@ def figure5b(experiment: Experiment) -> Drawn:
     """Cross-entropy at every validation, with the phase changes."""
     title = "Figure 5b. Validation cross-entropy over training"
     alt = "Curves of the validation cross-entropy over the steps, with vertical lines at the phase changes."
-    missing = experiment.missing([(kind, placement) for kind in KINDS for placement in PLACEMENTS])
+    there = [kind for kind in KINDS if any(key.kind == kind for key in experiment.groups)]
+    missing = experiment.missing([(kind, placement) for kind in there for placement in PLACEMENTS])
     figure, axes = panels(1, 1, 7.2, 3.1 + legend_height(len(experiment.groups), 2))
     here = axes[0, 0]
     keys = list(experiment.groups)

@@ -39,6 +39,14 @@ RECIPES = {
     "joint3": ("joint_budget", "joint_{}_150k"),
 }
 """The recipe that has the runs of a kind, and their names; the longer joint ones only post-norm."""
+VARIANT_RECIPES = {
+    "optimizer kept": ("optimizer_and_lr", "grow_{}_keep_restart"),
+    "LR continued": ("optimizer_and_lr", "grow_{}_reset_continue"),
+    "optimizer kept, LR continued": ("optimizer_and_lr", "grow_{}_keep_continue"),
+    "data rewound": ("data_rewind", "grow_{}_rewind"),
+    "": ("data_rewind", "grow_{}_continue"),
+}
+"""The same of growing runs that are variants, without their shard: those with another one are of ``data_rewind``."""
 
 
 class Key(NamedTuple):
@@ -50,7 +58,12 @@ class Key(NamedTuple):
 
     @property
     def words(self) -> str:
-        return f"{self.placement}-norm {kind_words(self.kind)}{f' ({self.variant})' if self.variant else ''}"
+        return f"{self.placement}-norm {self.training}"
+
+    @property
+    def training(self) -> str:
+        """Without the placement."""
+        return kind_words(self.kind) + (f" ({self.variant})" if self.variant else "")
 
 
 def kind_words(kind: str) -> str:
@@ -95,10 +108,8 @@ class Experiment:
     @property
     def seeds(self) -> list[int]:
         """Of the runs in the tables, and of those that would be if they were whole."""
-        waiting = [run.seed for run in self.unusable if run.manifest]
-        return sorted(
-            {run.seed for key, runs in self.groups.items() if not key.variant for run in runs.values()} | {*waiting}
-        )
+        whole = [run for key, runs in self.groups.items() if not key.variant for run in runs.values()] or self.runs
+        return sorted({run.seed for run in whole} | {run.seed for run in self.unusable if run.manifest})
 
     def over_seeds(self, value: Callable[..., float | None], *keys: Key) -> Stat | None:
         """A value of one run of each key, over the seeds that all keys have."""
@@ -119,27 +130,38 @@ class Experiment:
         keys = [Key(kind, placement) for kind in ("grow", "joint1") for placement in PLACEMENTS]
         return self.over_seeds(lambda a, b, c, d: final_ce(b) - final_ce(a) - (final_ce(d) - final_ce(c)), *keys)
 
-    def missing(self, needs: Iterable[tuple[str, str]]) -> list[str]:
-        """A line for each of these kinds and placements that lacks a seed, with the command that runs it."""
+    def missing(self, needs: Iterable[tuple[str, ...]]) -> list[str]:
+        """A line for each of these keys (kind, placement, variant if any) that lacks a seed, with the command that runs it."""
         lines = []
-        for kind, placement in needs:
-            key = Key(kind, placement)
-            if self.blocks == 1 and _grows(kind):
+        for key in (Key(*need) for need in needs):
+            if self.blocks == 1 and _grows(key.kind):
                 continue  # nothing can grow
             if seeds := [seed for seed in self.seeds if seed not in self.groups.get(key, {})]:
                 which = f"{key.words}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-                lines.append(f"{which}: {self._command(kind, placement, seeds)}")
+                lines.append(f"{which}: {self._command(key, seeds)}")
         return lines
 
-    def _command(self, kind: str, placement: str, seeds: Sequence[int]) -> str:
-        if kind not in RECIPES or (kind in ("joint2", "joint3") and placement != "post"):
+    def _recipe(self, key: Key) -> tuple[str, str] | None:
+        """The recipe that has the runs of a key, and their name in it."""
+        kind, placement, variant = key
+        # rewound on what is here the usual shard: it is that of the recipe
+        rewound = kind == "grow" and any(other.variant == "data rewound" for other in self.groups)
+        if variant or rewound:
+            policies = variant.partition("shard of")[0].removesuffix(", ")
+            return VARIANT_RECIPES.get(policies) if kind == "grow" else None
+        if kind in ("joint2", "joint3") and placement != "post":
+            return None
+        return RECIPES.get(kind)
+
+    def _command(self, key: Key, seeds: Sequence[int]) -> str:
+        if (found := self._recipe(key)) is None:
             return "no recipe has it"
-        recipe, name = RECIPES[kind]
+        recipe, name = found
         known = {run.scale for run in self.runs if run.scale}
         flavor = self.any.config["model.flavor"]
         scale = known.pop() if len(known) == 1 else {"tiny": "tiny", "8B": "qwen3_8b"}.get(flavor, "SCALE")
         return (
-            f"tools/run_recipe.py {recipe} --scale {scale} --only {name.format(placement)} "
+            f"tools/run_recipe.py {recipe} --scale {scale} --only {name.format(key.placement)} "
             f"--seeds {','.join(map(str, seeds))}"
         )
 

@@ -123,7 +123,7 @@ def tableA4(experiment: Experiment) -> Table:
         f"first step where the loss smoothed over {windows.smooth:,} steps is back at the baseline, within the phase; - if in no "
         "seed, else the mean over the seeds that recovered.",
         "The windows are the paper's (200, 1,000 and 5,000 steps of phases of 50,000) scaled to phases of "
-        f"{experiment.phase_steps:,} steps, the smoothing over 5 at least.",
+        f"{experiment.phase_steps:,} steps, the smoothing over 5 at least, or all of a shorter phase.",
         *group_seeds(experiment, keys),
     ]
     missing = experiment.missing([("grow", placement) for placement in PLACEMENTS])

@@ -1,5 +1,6 @@
-"""Tables 1, 2, 3, A2 and A3: validation cross-entropy and budgets."""
+"""Tables 1, 2, 3, A2 and A3, and of variants: validation cross-entropy and budgets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from blockgrow_titan.report import paper
@@ -235,6 +236,42 @@ def tableA3(experiment: Experiment) -> Table:
     return Table("tableA3", title, columns, [*rows, last], notes, experiment.missing(needs))
 
 
+def variants(experiment: Experiment) -> Table:
+    """What other policies at a phase change, and other shards, do to each placement and to Delta (the paper has no such table)."""
+    columns = (
+        Column("training", "training"),
+        Column("pre", "pre-norm", ".4f", paper=True),
+        Column("post", "post-norm", ".4f", paper=True),
+        Column("delta", DELTA_ROW, CE, paper=True),
+        Column("pre_change", "pre-norm, change", CE, paper=True),
+        Column("post_change", "post-norm, change", CE, paper=True),
+    )
+    kinds = dict.fromkeys(key.kind for key in experiment.groups if key.variant)
+    rows, needs = [], []
+    for kind in kinds:
+        for variant in sorted({"", *(key.variant for key in experiment.groups if key.kind == kind)}):
+            pre, post = keys = [Key(kind, placement, variant) for placement in PLACEMENTS]
+            needs += keys
+            row: dict[str, Any] = {
+                "training": pre.training,
+                "delta": experiment.over_seeds(lambda a, b: final_ce(b) - final_ce(a), pre, post),
+            }
+            for key in keys:
+                usual = Key(kind, key.placement)
+                row[key.placement] = experiment.ce(*key)
+                row[f"{key.placement}_change"] = (
+                    experiment.over_seeds(lambda a, b: final_ce(b) - final_ce(a), usual, key) if variant else None
+                )
+            rows.append(row)
+    notes = [
+        "Change: against the first row of the same training, which resets the optimizer's moments, restarts the learning rate "
+        "and goes on with the documents. The paper gives no numbers of these.",
+        *_seed_notes(experiment, needs, paper_too=False),
+    ]
+    title = "Variants. Validation cross-entropy at the last step, by policies at a phase change and shard"
+    return Table("variants", title, columns, rows, notes, experiment.missing(needs))
+
+
 def budget_of(experiment: Experiment, key: Key) -> dict[str, Any]:
     """Steps, documents, tokens, unique tokens, active-layer tokens and layers of the runs of a key; {} without one.
 
@@ -285,15 +322,16 @@ def _signed(value: Stat) -> str:
     return f"{value.mean:+.4f}" + ("" if value.std is None else f" ± {value.std:.4f}")
 
 
-def _seed_notes(experiment: Experiment, needs: list[tuple[str, str]]) -> list[str]:
+def _seed_notes(experiment: Experiment, needs: Sequence[tuple[str, ...]], paper_too: bool = True) -> list[str]:
     """How many seeds the cells have; if not all have the same, which have which."""
+    papers = " The paper: one seed." if paper_too else ""
     seeds = {Key(*need): tuple(experiment.groups[Key(*need)]) for need in needs if Key(*need) in experiment.groups}
     if not seeds:
         return []
     if len({*seeds.values()}) == 1:
-        return [f"Here: {seeds_words(next(iter(seeds.values())))}. The paper: one seed."]
+        return [f"Here: {seeds_words(next(iter(seeds.values())))}.{papers}"]
     each = "; ".join(f"{key.words}: {', '.join(map(str, value))}" for key, value in seeds.items())
     return [
         f"Seeds differ ({each}). A cell is the mean over its own, ± their standard deviation if there are several; a difference "
-        "is over the seeds that its runs have in common, so it need not be the difference of the means. The paper: one seed."
+        f"is over the seeds that its runs have in common, so it need not be the difference of the means.{papers}"
     ]

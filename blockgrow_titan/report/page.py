@@ -124,9 +124,15 @@ def _all(tables: Sequence[Table], figures: Sequence[Drawn]) -> list[Table | Draw
     return [*tables, *figures]
 
 
-def markdown(experiment: Experiment, tables: Sequence[Table], figures: Sequence[Drawn]) -> str:
-    """The text of report.md, which lies beside the folder ``figures``."""
-    parts = [f"# {TITLE}", *scale_lines(experiment)]
+def markdown(
+    experiment: Experiment,
+    tables: Sequence[Table],
+    figures: Sequence[Drawn],
+    title: str,
+    lines: Sequence[str],
+) -> str:
+    """The text of report.md, which lies beside the folder ``figures``; ``lines`` stand under the title."""
+    parts = [f"# {title}", *(_code(line, "`", "`") for line in lines), *scale_lines(experiment)]
     for part in _all(tables, figures):
         parts.append(f"## {part.title}")
         if isinstance(part, Table):
@@ -147,9 +153,17 @@ def _code(line: str, before: str, after: str) -> str:
     return f"{words}{before}{found}{command}{after}" if found else line
 
 
-def page(experiment: Experiment, tables: Sequence[Table], figures: Sequence[Drawn]) -> str:
-    """The text of report.html; figures are in it."""
-    parts = [f"<h1>{TITLE}</h1>", *(f"<p>{html.escape(line)}</p>" for line in scale_lines(experiment))]
+def page(
+    experiment: Experiment,
+    tables: Sequence[Table],
+    figures: Sequence[Drawn],
+    title: str,
+    lines: Sequence[str],
+) -> str:
+    """The text of report.html; figures are in it, ``lines`` stand under the title."""
+    title = html.escape(title)
+    parts = [f"<h1>{title}</h1>", *(f"<p>{_code(html.escape(line), '<code>', '</code>')}</p>" for line in lines)]
+    parts += [f"<p>{html.escape(line)}</p>" for line in scale_lines(experiment)]
     links = [f'<a href="#{part.id}">{html.escape(part.title.split(". ")[0])}</a>' for part in _all(tables, figures)]
     parts.append(f"<nav>{' · '.join(links)}</nav>")
     for part in _all(tables, figures):
@@ -171,6 +185,6 @@ def page(experiment: Experiment, tables: Sequence[Table], figures: Sequence[Draw
         parts.append("</section>")
     head = (
         '<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width, '
-        f'initial-scale=1"><link rel=icon href="data:,"><title>{TITLE}</title><style>{STYLE}</style></head><body>'
+        f'initial-scale=1"><link rel=icon href="data:,"><title>{title}</title><style>{STYLE}</style></head><body>'
     )
     return "\n".join([head, *parts, "</body></html>"]) + "\n"

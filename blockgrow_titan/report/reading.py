@@ -113,8 +113,13 @@ def find_runs(arguments: Sequence[str | Path]) -> list[Path]:
     return sorted(found, key=lambda path: (path.name, str(path)))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, if only of one that has just started."""
+    return any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE, RUN_FILE))
+
+
 def _runs_in(folder: Path, depth: int) -> list[Path]:
-    if any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE, RUN_FILE)):
+    if is_run(folder):
         return [folder]
     if depth == 0:
         return []
@@ -141,7 +146,10 @@ def read_run(folder: Path) -> Run:
                 raise Unusable(f"diverged: its validation ce at step {event['step']} is {event['ce']}")
         records, no_records = _read_records(folder, schedule)
     except (Unusable, ValueError) as error:
-        return Run(folder, manifest, problem=" ".join(str(error).split()), scale=scale)
+        problem = " ".join(str(error).split())
+        if METRICS_FILE in problem and (folder / SUMMARY_FILE).exists():  # its command finds it complete
+            problem += "; to train it again, remove its folder"
+        return Run(folder, manifest, problem=problem, scale=scale)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         problem = f"corrupt: its files are not as a run writes them ({type(error).__name__}: {error})"
         return Run(folder, manifest, problem=" ".join(problem.split()), scale=scale)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blockgrow_titan.growth.manifest import FORMAT, trajectory_config
-from blockgrow_titan.growth.schedule import schedule_of
+from blockgrow_titan.growth.manifest import trajectory_config
+from tests.unit_tests.report_runs import manifest_of, phase_events
 from tools.recipe_runs import Run, build_runs
 from tools.recipes import read_recipe, read_scale
 from tools.run_recipe import main
@@ -17,10 +17,12 @@ RECIPE = """
 title = "Two placements"
 question = "Which?"
 runs = ["grow_pre", "grow_post"]
-yields = ["table1", "figure3a"]
+yields = ["table1"]
 """
 SCALE = """
 description = "toy"
+[overrides]
+block_stack.num_blocks = 2
 [runs.grow_pre]
 config = "{base}"
 overrides.block_stack.placement = "pre"
@@ -28,8 +30,9 @@ overrides.block_stack.placement = "pre"
 config = "{base}"
 """  # base: phases of 3 steps with 1 and 2 blocks
 
-# The job: resumes from its newest checkpoint, trains with a checkpoint at every second step, does what `<run>.plan` says
-# ("fail 3": exits at step 3; "stop 5 SIGINT": signals the runner at step 5 and waits for the answer; "nothing").
+# The job: resumes from its newest checkpoint, writes the lines that it is given with a checkpoint at every second step, does
+# what `<run>.plan` says ("fail 3": exits at step 3; "stop 5 SIGINT": signals the runner at step 5 and waits for the answer;
+# "nothing").
 JOB = """
 import json, os, re, signal, sys, time
 from pathlib import Path
@@ -55,29 +58,26 @@ signal.signal(signal.SIGTERM, answer)
 checkpoints = folder / "checkpoint"
 done = max([int(path.name[5:]) for path in checkpoints.glob("step-*")], default=0)
 events = folder / "metrics.jsonl"
-lines = events.read_text().splitlines(True) if events.exists() else []
-(folder / "metrics.tmp").write_text("".join(line for line in lines if json.loads(line)["step"] <= done))
+before = events.read_text().splitlines(True) if events.exists() and done else []
+before = [line for line in before if json.loads(line)["step"] <= done]
+(folder / "metrics.tmp").write_text("".join(before))
 os.replace(folder / "metrics.tmp", events)
-ce = 0.0
-for phase in given["phases"]:
-    for step in range(max(phase["first_step"], done + 1), phase["last_step"] + 1):
-        if plan[0] == "fail" and step == int(plan[1]):
-            print("[rank0]:ValueError: what went wrong: 3", flush=True)
-            print("=" * 60, flush=True)
-            sys.exit(1)
-        ce = given["seed"] / 10 + step / 100
-        line = {"event": "train", "step": step, "phase": phase["index"], "active_layers": phase["active_blocks"], "ce": ce}
-        with open(events, "a") as file:
-            file.write(json.dumps(line) + "\\n")
-        if step % 2 == 0:
-            (checkpoints / f"step-{step}").mkdir(parents=True)
-            (checkpoints / f"step-{step}" / "manifest.json").write_text(json.dumps(given["manifest"]))
-            (checkpoints / f"step-{step}" / ".metadata").touch()
-        if plan[0] == "stop" and step == int(plan[1]):
-            os.kill(os.getppid(), getattr(signal, plan[2]))
-            time.sleep(60)
-rows = [{"steps": p["last_step"] - p["first_step"] + 1, "active_layers": p["active_blocks"], "ce": ce} for p in given["phases"]]
-(folder / "summary.json").write_text(json.dumps({"phases": rows, "manifest": given["manifest"]}))
+for line in given["lines"][len(before):]:
+    step, trained = line["step"], line["event"] == "train"
+    if plan[0] == "fail" and trained and step == int(plan[1]):
+        print("[rank0]:ValueError: what went wrong: 3", flush=True)
+        print("=" * 60, flush=True)
+        sys.exit(1)
+    with open(events, "a") as file:
+        file.write(json.dumps(line) + "\\n")
+    if trained and step % 2 == 0:
+        (checkpoints / f"step-{step}").mkdir(parents=True)
+        (checkpoints / f"step-{step}" / "manifest.json").write_text(json.dumps(given["summary"]["manifest"]))
+        (checkpoints / f"step-{step}" / ".metadata").touch()
+    if plan[0] == "stop" and trained and step == int(plan[1]):
+        os.kill(os.getppid(), getattr(signal, plan[2]))
+        time.sleep(60)
+(folder / "summary.json").write_text(json.dumps(given["summary"]))
 """
 
 
@@ -99,9 +99,16 @@ class Bench:
         recipe = read_recipe(str(self.recipe))
         runs = build_runs(recipe, read_scale("toy", recipe), seeds or (42,), self.out, further=further)
         for run in runs:
-            phases = [vars(phase) for phase in schedule_of(run.job_config).phases]
-            manifest = {"format": FORMAT, "config": trajectory_config(run.job_config), "phases": phases}
-            given = {"phases": phases, "manifest": manifest, "seed": run.seed}
+            config, schedule = run.job_config, run.schedule
+            batch, layers = config.training.global_batch_size, config.block_stack.layers_per_block
+            lines, rows = [], []
+            for phase in schedule.phases:  # the ce tells seed and step
+                ce = run.seed / 10 + phase.last_step / 100
+                events, row = phase_events(phase, ce, lambda step: 3.0 + 4.0 / step, layers, batch)
+                lines += events
+                rows.append(row)
+            manifest = manifest_of(trajectory_config(config), schedule.phases, schedule.total_steps * batch)
+            given = {"lines": lines, "summary": {"phases": rows, "manifest": manifest}}
             (self.folder / f"{run.folder.name}.json").write_text(json.dumps(given))
         return runs
 

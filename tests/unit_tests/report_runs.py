@@ -82,14 +82,7 @@ def write_run(
     schedule = build_schedule(
         phase_steps=[steps] * len(active), active_blocks=[*active], num_blocks=blocks, total_steps=total
     )
-    manifest = {
-        "format": FORMAT,
-        "config": config,
-        "data": {"training": {"documents": shard, "digest": f"{shard:064x}"}, "validation": VALIDATION},
-        "model": {"dim": 256, "vocab_size": 4096},
-        "phases": [vars(phase) for phase in schedule.phases],
-        "commit": "0123abc",
-    }
+    manifest = manifest_of(config, schedule.phases, shard)
     lines, records, rows = [], [], []
     for phase, ce in zip(schedule.phases, ces, strict=True):
         events, row = phase_events(phase, ce, losses)
@@ -110,18 +103,30 @@ def write_run(
     return folder
 
 
+def manifest_of(config: dict[str, Any], phases: Sequence[Phase], shard: int) -> dict[str, Any]:
+    """What a report reads of a run's manifest."""
+    return {
+        "format": FORMAT,
+        "config": config,
+        "data": {"training": {"documents": shard, "digest": f"{shard:064x}"}, "validation": VALIDATION},
+        "model": {"dim": 256, "vocab_size": 4096},
+        "phases": [vars(phase) for phase in phases],
+        "commit": "0123abc",
+    }
+
+
 def phase_events(
-    phase: Phase, ce: float, losses: Callable[[int], float]
+    phase: Phase, ce: float, losses: Callable[[int], float], layers: int = LAYERS, batch: int = BATCH
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A phase's lines of `metrics.jsonl` (validated before its first step, half-way and at its last) and its summary."""
-    where = {"phase": phase.index, "active_blocks": phase.active_blocks, "active_layers": phase.active_blocks * LAYERS}
+    where = {"phase": phase.index, "active_blocks": phase.active_blocks, "active_layers": phase.active_blocks * layers}
     measured = {"ce": ce, "ppl": math.exp(ce), "kl": ce - 2.0, "kd": ce + 0.01}
     validation = {"event": "validation", **where, **measured, "valid_tokens": 1000, "documents": 7, "seconds": 1.0}
     lines = [validation | {"ce": ce + 1.5, "step": phase.first_step - 1}]
     for step in range(phase.first_step, phase.last_step + 1):
         train = {"event": "train", "step": step, **where, "loss": losses(step), "ce": losses(step) + 0.5, "step_s": 0.5}
         train |= {"valid_tokens": tokens_at(step), "active_layer_tokens": tokens_at(step) * where["active_layers"]}
-        lines.append(train | {"documents": [(step - 1) * BATCH, step * BATCH]})
+        lines.append(train | {"documents": [(step - 1) * batch, step * batch]})
         if step == phase.last_step - phase.steps // 2:
             lines.append(validation | {"ce": ce + 0.3, "step": step})
     lines.append(validation | {"step": phase.last_step})

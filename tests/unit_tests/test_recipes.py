@@ -1,5 +1,6 @@
 """Recipes: those that are shipped say what the paper did, share their runs, and mistakes are told in one line."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from blockgrow_titan.documents.batches import documents_of_offset
 from blockgrow_titan.growth.manifest import trajectory_config
 from blockgrow_titan.parse import parse_config
+from blockgrow_titan.report.write import FIGURES, TABLES, make_report
+from tests.unit_tests.report_runs import write_run
 from tools.recipe_runs import Run, build_runs, options, trajectory_digest
 from tools.recipes import RECIPES, YIELDS, read_recipe, read_scale, recipe_names
 from tools.run_recipe import check_runs, parse_seeds
@@ -36,6 +39,7 @@ def test_what_is_shipped() -> None:
     assert recipe_names() == ["data_rewind", "freeze", "interaction", "joint_budget", "optimizer_and_lr"]
     assert sorted(path.stem for path in (RECIPES / "scales").glob("*.toml")) == sorted(SCALES)
     assert {item for name in SWEEP for item in read_recipe(name).yields} == set(YIELDS)  # all of them, by the three
+    assert [make.__name__ for make in (*TABLES, *FIGURES)] == [*YIELDS]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -80,6 +84,35 @@ def test_the_paper_s_design(scale: str, phase: int, layers: int, batch: int) -> 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_report_takes_all_runs_of_a_recipe(name: str, tmp_path: Path) -> None:
+    """None is refused or left out of all that the recipe yields, whatever policies and shards it varies."""
+    recipe, seeds = read_recipe(name), (42, 43)
+    for run in build_runs(recipe, read_scale("tiny", recipe), seeds, tmp_path / "out"):
+        config, phases = run.job_config, run.schedule.phases
+        active = [phase.active_blocks for phase in phases]
+        write_run(
+            run.folder,
+            config.block_stack.placement,
+            active,
+            [5.0 - 0.1 * phase.index for phase in phases],
+            steps=phases[0].steps,
+            shard=config.documents.shard_documents,
+            changed=trajectory_config(config),
+        )
+    assert make_report([tmp_path / "out"], tmp_path / "report", recipe.yields) == []
+    tables = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "report" / "tables").glob("*.json")}
+    figures = {path.stem for path in (tmp_path / "report" / "figures").glob("*.png")}
+    variants = {"variants"} if recipe.variants else set()
+    assert tables.keys() | figures == {*recipe.yields, "runs"} | variants
+    assert len(tables["runs"]["rows"]) == len(recipe.runs) * len(seeds)
+    for table in variants:
+        assert all(row["delta_seeds"] == 2 for row in tables[table]["rows"])
+        assert len(tables[table]["rows"]) == len(recipe.runs) // 2
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Missing" not in text
+
+
 def test_every_phase_of_grow_sees_the_same_documents() -> None:
     for name in ("grow_pre", "freeze_post"):
         run = {**shipped("interaction", "tiny"), **shipped("freeze", "tiny")}[name]
@@ -104,10 +137,8 @@ def test_recipes_share_runs() -> None:
     assert shipped("optimizer_and_lr", "tiny")["grow_pre"].folder == tiny[0]["grow_pre"].folder
     recipe = read_recipe("freeze")
     seeds = build_runs(recipe, read_scale("tiny", recipe), (42, 43), OUT)
-    assert [(run.name, run.seed) for run in seeds] == [
-        ("freeze_pre", 42), ("freeze_post", 42), ("freeze_pre", 43), ("freeze_post", 43)
-    ]  # fmt: skip
-    assert len({run.digest for run in seeds}) == 4
+    assert [(run.name, run.seed) for run in seeds] == [(name, seed) for seed in (42, 43) for name in recipe.runs]
+    assert len({run.digest for run in seeds}) == 8
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -12,6 +12,7 @@ from blockgrow_titan.report import internals, losses, paper
 from blockgrow_titan.report.experiment import Experiment, Key, make_experiment
 from blockgrow_titan.report.reading import find_runs, read_run
 from blockgrow_titan.report.table import Table
+from blockgrow_titan.report.write import make_report
 from tests.unit_tests.report_runs import STEPS, ces_of, removal_of, tokens_at, write_run, write_standard
 from tools.report import main
 
@@ -206,6 +207,49 @@ def test_variants_stay_out_of_the_tables(tmp_path: Path) -> None:
     assert "post-norm grow (optimizer kept, LR continued)" in {row["run"] for row in internals.tableA4(experiment).rows}
 
 
+def test_variants(tmp_path: Path) -> None:
+    """Each policy's ce and Delta, and its change against the usual one, over the seeds in common; a missing one's command."""
+    write_standard(tmp_path, (42, 43), kinds=("grow",))
+    both = {"growth.optimizer_at_growth": "keep", "growth.lr_at_growth": "continue"}
+    for i, (placement, seed, ce, changed) in enumerate(
+        [
+            ("pre", 42, 4.5, {"growth.optimizer_at_growth": "keep"}),
+            ("pre", 43, 4.7, {"growth.optimizer_at_growth": "keep"}),
+            ("post", 42, 4.0, {"growth.optimizer_at_growth": "keep"}),
+            ("pre", 42, 4.1, both),
+            ("pre", 43, 4.1, both),
+        ]
+    ):
+        write_run(tmp_path / f"v{i}", placement, [1, 2, 3], [5.0, 4.9, ce], seed=seed, changed=changed)
+    table = losses.variants(read(tmp_path))
+    usual, kept, neither = rows_of(table)
+    assert [row["training"] for row in (usual, kept, neither)] == [
+        "grow", "grow (optimizer kept)", "grow (optimizer kept, LR continued)"
+    ]  # fmt: skip
+    assert close(usual["pre"], (4.20 + 4.22) / 2) and close(usual["delta"], statistics.mean([-0.1, 4.14 - 4.22]))
+    assert close(kept["pre"], 4.6) and close(kept["pre_std"], statistics.stdev([4.5, 4.7])) and kept["post"] == "4.0"
+    assert close(kept["delta"], -0.5) and kept["delta_seeds"] == "1" and close(kept["post_change"], -0.1)
+    assert close(kept["pre_change"], statistics.mean([0.3, 0.48])) and close(neither["pre_change"], -0.11)
+    assert (usual["pre_change"], neither["post"], neither["delta"], neither["post_change"]) == ("", "", "", "")
+    assert table.missing == [
+        "post-norm grow (optimizer kept), seed 43: tools/run_recipe.py optimizer_and_lr --scale tiny --only "
+        "grow_post_keep_restart --seeds 43",
+        "post-norm grow (optimizer kept, LR continued), seeds 42, 43: tools/run_recipe.py optimizer_and_lr --scale tiny --only "
+        "grow_post_keep_continue --seeds 42,43",
+    ]
+
+
+def test_a_rewind_without_what_it_is_compared_with(tmp_path: Path) -> None:
+    """Its shard is then the usual one; what lacks is named as the recipe has it."""
+    changed = {"growth.data_at_growth": "rewind"}
+    write_run(tmp_path / "a", "post", [1, 2, 3], [5.0, 4.9, 4.8], changed=changed, shard=60)
+    table = losses.variants(read(tmp_path))
+    assert table.cells()[1:] == [["grow"] + ["-"] * 5, ["grow (data rewound)", "-", "4.8000", "-", "-", "-"]]
+    assert [line.partition("--only ")[2] for line in table.missing] == [
+        "grow_pre_continue --seeds 42", "grow_post_continue --seeds 42", "grow_pre_rewind --seeds 42"
+    ]  # fmt: skip
+
+
 def test_a_shard_that_is_not_the_papers_is_said(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "post", [1, 2, 3], [4.0, 3.0, 2.0], shard=1000)
     assert any("shard of 1,000 documents" in note for note in read(tmp_path).notes)
@@ -264,6 +308,21 @@ def test_command(one_seed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([str(path) for path in sorted(one_seed.iterdir(), reverse=True)] + ["-o", str(out)]) == 0
     assert files == {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_some_tables_and_figures_alone(one_seed: Path, tmp_path: Path) -> None:
+    """Those that are asked for, and the runs; a title and lines of its own, which the page escapes."""
+    write_run(tmp_path / "v", "post", [1, 2, 3], [5.0, 4.9, 4.8], changed={"growth.lr_at_growth": "continue"})
+    out = tmp_path / "out"
+    assert (
+        make_report([one_seed, tmp_path / "v"], out, ["table2", "figure3a"], "A & B", ["<i>?", "tools/run_recipe.py x"])
+        == []
+    )
+    found = sorted(path.stem for path in out.rglob("*.*") if path.suffix in (".csv", ".svg"))
+    assert found == ["figure3a", "runs", "table2", "variants"]  # there are variants
+    text = (out / "report.html").read_text()
+    assert "<title>A &amp; B</title>" in text and "<h1>A &amp; B</h1>\n<p>&lt;i&gt;?</p>\n<p><code>tools/run_" in text
+    assert (out / "report.md").read_text().startswith("# A & B\n\n<i>?\n\n`tools/run_recipe.py x`\n\nThese runs")
 
 
 def test_keys_in_words() -> None:

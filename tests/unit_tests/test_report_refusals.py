@@ -121,6 +121,14 @@ def test_broken_runs_are_left_out(case: str, tmp_path: Path, capsys: pytest.Capt
     assert "none of 1 run can be reported: broken: " in text and words in text and not (tmp_path / "out").exists()
 
 
+def test_a_finished_run_that_broke_says_what_helps(tmp_path: Path) -> None:
+    """Its command would find it complete; one without a summary goes on by itself."""
+    cut(grown(tmp_path / "a") / "metrics.jsonl")
+    assert read_run(tmp_path / "a").problem.endswith("of line 69; to train it again, remove its folder")
+    (tmp_path / "a" / "summary.json").unlink()
+    assert read_run(tmp_path / "a").problem.endswith("of line 69")
+
+
 def test_unfinished_runs(tmp_path: Path) -> None:
     """What they are is read from their newest checkpoint; the command that goes on is said."""
     grown(tmp_path / "a", "pre")

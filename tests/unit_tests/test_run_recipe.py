@@ -32,11 +32,13 @@ def bench(
     return Bench(tmp_path, workspace, capsys)
 
 
-def rows(stdout: str) -> list[list[str]]:
+def rows_of(stdout: str) -> list[list[str]]:
     """The closing table."""
     lines = stdout.splitlines()
     start = lines.index("Validation cross-entropy at the last step")
-    return [line.split() for line in lines[start + 2 : -1]]
+    return [
+        line.split() for line in lines[start + 2 : lines.index(next(a for a in lines if a.startswith("The folders")))]
+    ]
 
 
 def test_all_runs_and_again(bench: Bench) -> None:
@@ -48,13 +50,13 @@ def test_all_runs_and_again(bench: Bench) -> None:
         "grow_pre-s7",
         "grow_post-s7",
     ]
-    assert "4 runs, 0 complete; seeds: 42, 7; for table1, figure3a" in out
+    assert "4 runs, 0 complete; seeds: 42, 7; for table1\n" in out
     ces = {42: "4.2600", 7: "0.7600"}
-    assert rows(out) == [[run.name, str(run.seed), ces[run.seed], run.folder.name] for run in runs]
+    assert rows_of(out) == [[run.name, str(run.seed), ces[run.seed], run.folder.name] for run in runs]
     folder = bench.out / "toy"
-    assert (
-        out.splitlines()[-1] == f"The folders are in {folder}. Tables and figures: tools/report.py {folder} -o REPORT"
-    )
+    report = f"{folder / 'reports' / 'two' / 'report.html'}"
+    assert out.splitlines()[2] == f"report: {report}"
+    assert out.splitlines()[-2:] == [f"The folders are in {folder}.", f"Tables and figures: {report}"]
     assert re.search(r"\[2/4\] grow_post \(seed 42\): complete in \d+s, ce 4\.2600", out)
     for run in runs:
         assert (run.folder / "console.log").read_text() == "+ the command\n"
@@ -62,18 +64,18 @@ def test_all_runs_and_again(bench: Bench) -> None:
         assert (note["run"], note["scale"], note["seed"], note["digest"]) == (run.name, "toy", run.seed, run.digest)
         assert note["arguments"] == list(run.arguments) and note["seconds"] > 0
     status, again, err = bench("--seeds", "42,7")
-    assert (status, err) == (0, "") and len(bench.launches) == 4 and rows(again) == rows(out)
+    assert (status, err) == (0, "") and len(bench.launches) == 4 and rows_of(again) == rows_of(out)
     assert "[1/4] grow_pre (seed 42): complete already, ce 4.2600" in again and "4 runs, 4 complete" in again
 
 
 def test_only_some_and_further_options(bench: Bench) -> None:
     bench.runs(42)
     status, out, _ = bench("--only", "grow_post")
-    assert status == 0 and bench.launches == ["grow_post-s42"] and len(rows(out)) == 1
+    assert status == 0 and bench.launches == ["grow_post-s42"] and len(rows_of(out)) == 1
     bench.runs(42, further=("--optimizer.lr", "1e-4"))
     status, out, _ = bench("--only grow_post -- --optimizer.lr 1e-4")
     assert status == 0 and bench.launches == ["grow_post-s42"] * 2  # another run, in a folder of its own
-    assert len(list((bench.out / "toy").iterdir())) == 2
+    assert len(list((bench.out / "toy").glob("grow_*"))) == 2
     assert "--optimizer.lr 1e-4 --debug.seed 42 --job.dump_folder" in (bench.folder / "launches").read_text()
 
 
@@ -85,16 +87,18 @@ def test_a_failed_run_does_not_stop_the_others(bench: Bench) -> None:
     failure = f"its job ended with status 1: [rank0]:ValueError: what went wrong: 3 (console: {log})"
     assert status == 1 and bench.launches == ["grow_pre-s42", "grow_post-s42"]
     assert f"[1/2] grow_pre (seed 42): FAILED: {failure}\n" in out
-    first, second = err.splitlines()
+    first, second, third = err.splitlines()
     assert first == f"1 run of 2 failed: grow_pre (seed 42): {failure}"
     assert second.startswith(f"To try again: tools/run_recipe.py {bench.recipe} --scale toy ")
-    assert rows(out)[0][:2] == ["grow_pre", "42"] and "resumes at step 4" in out and rows(out)[1][2] == "4.2600"
+    assert third == f"note: {runs[0].folder.name} is not in the tables: unfinished: it has trained 4 of 6 steps"
+    assert rows_of(out)[0][:2] == ["grow_pre", "42"] and "resumes at step 4" in out and rows_of(out)[1][2] == "4.2600"
     bench.plan("grow_pre")
     status, out, err = bench()  # resumes
     assert (status, err) == (0, "") and bench.launches[2:] == ["grow_pre-s42"]
-    assert "[1/2] grow_pre (seed 42): resumes at step 4; console in " in out and rows(out)[0][2] == "4.2600"
-    steps = [json.loads(line)["step"] for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6] and log.read_text().count("+ the command") == 2
+    assert "[1/2] grow_pre (seed 42): resumes at step 4; console in " in out and rows_of(out)[0][2] == "4.2600"
+    lines = map(json.loads, (runs[0].folder / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["event"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert log.read_text().count("+ the command") == 2
 
 
 def test_a_job_that_ends_early_is_a_failure(bench: Bench) -> None:
@@ -102,7 +106,7 @@ def test_a_job_that_ends_early_is_a_failure(bench: Bench) -> None:
     bench.plan("grow_post", "nothing")
     status, out, err = bench()
     assert status == 1 and "grow_post (seed 42): its job ended without completing it" in err
-    assert "complete in" in out and rows(out)[1][2] == "new"
+    assert "complete in" in out and rows_of(out)[1][2] == "new"
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -120,7 +124,7 @@ def test_a_signal_ends_the_running_job(bench: Bench, name: str, status: int) -> 
     bench.plan("grow_pre")
     ended, out, _ = bench()
     assert ended == 0 and bench.launches == ["grow_pre-s42", "grow_pre-s42", "grow_post-s42"]
-    assert "resumes at step 4" in out and [row[2] for row in rows(out)] == ["4.2600", "4.2600"]
+    assert "resumes at step 4" in out and [row[2] for row in rows_of(out)] == ["4.2600", "4.2600"]
 
 
 def change_manifest(path: Path, pick: Callable[[Any], Any]) -> None:
@@ -303,7 +307,7 @@ def test_from_another_folder(
     assert main(["freeze", "--dry-run", "--seeds", "1"]) == 0
     out, err = capsys.readouterr()
     launcher = os.path.relpath(SCRIPT.parents[1] / "run_train.sh")
-    assert err == "" and out.count(f"  {launcher} --job.config_file ") == 2 and not any(tmp_path.iterdir())
+    assert err == "" and out.count(f"  {launcher} --job.config_file ") == 4 and not any(tmp_path.iterdir())
 
 
 def test_without_the_packages_it_starts_again_in_the_environment(tmp_path: Path) -> None:
