@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from blockgrow_titan.documents.dealing import MICRO_BATCHING
 from blockgrow_titan.documents.readers import RECORD_READERS
 from blockgrow_titan.documents.source import ON_BAD_DOCUMENT
 from blockgrow_titan.growth import schedule as growth_schedule
@@ -138,6 +139,13 @@ def _check_unsupported(job_config: JobConfig) -> None:
             "checkpoint.initial_load_model_only is false: a run's step, optimizer and data position belong to its own "
             "dump folder; set it to true to start from another run's weights"
         )
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    packed = job_config.documents.micro_batching == "packed"
+    if device_type == "cuda" and packed and compiled and job_config.training.mixed_precision_param == "float32":
+        raise NotImplementedError(
+            'documents.micro_batching is "packed" with compile.enable in training.mixed_precision_param = "float32": on CUDA '
+            'only 16-bit attention within documents can be compiled; use "bfloat16", or micro_batching = "balanced"'
+        )
     if device_type == "cpu" and not is_dry_run(job_config):
         only_on_accelerators = {
             "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
@@ -217,7 +225,6 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
         "teacher.prefetch": (teacher.prefetch, 0),
         "teacher.timeout_seconds": (teacher.timeout_seconds, 1),
         "documents.held_out_documents": (documents.held_out_documents, 0),
-        "documents.pad_to_multiple_of": (documents.pad_to_multiple_of, 1),
         "metrics.log_freq": (job_config.metrics.log_freq, 1),
         "checkpoint.interval": (job_config.checkpoint.interval, 1),
         "checkpoint.keep_latest_k": (job_config.checkpoint.keep_latest_k, 0),
@@ -226,6 +233,9 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
         _at_least(name, value, minimum)
     if job_config.training.global_batch_size != -1:  # torchtitan's: one micro-batch a rank
         _at_least("training.global_batch_size", job_config.training.global_batch_size, 1)
+    _one_of("documents.micro_batching", documents.micro_batching, MICRO_BATCHING)
+    if documents.pad_to_multiple_of != -1:
+        _at_least("documents.pad_to_multiple_of (or -1 to choose)", documents.pad_to_multiple_of, 1)
     if documents.shard_documents != -1:
         _at_least("documents.shard_documents (or -1 for all)", documents.shard_documents, 1)
     if distill.temperature <= 0:
@@ -249,7 +259,7 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
 
 
 def _check_padding(name: str, seq_len: int, multiple: int) -> None:
-    if seq_len % multiple:
+    if multiple != -1 and seq_len % multiple:
         raise ValueError(
             f"documents.pad_to_multiple_of is {multiple}, which does not divide {name} = {seq_len}: a micro-batch could be "
             "padded beyond the length that the model is built for; choose a divisor"

@@ -142,8 +142,20 @@ class Documents:
     Of a dataset that holds both sets (`fineweb_edu`): the first documents, which validation uses and training never sees;
     training document 0 is the one after them. 4,833 is the paper's number.
     """
-    pad_to_multiple_of: int = 1
-    """Micro-batches are padded to the longest document, rounded up to this multiple (fewer shapes to compile)."""
+    micro_batching: str = "packed"
+    """
+    How the documents of a step are dealt to ranks and micro-batches; never which documents a step holds:
+    - 'packed': documents lie end to end in one row, of `local_batch_size * seq_len` tokens at most; positions restart and
+      attention sees no other document, so each is computed as if alone
+    - 'balanced': documents of near-equal length together, right-padded, as many padded tokens at most
+    - 'count': `local_batch_size` documents in their order, right-padded, as torchtitan cuts them
+    The first two deal equal work to the ranks, with the same number of micro-batches on each.
+    """
+    pad_to_multiple_of: int = -1
+    """
+    Rows are padded to a length that is a multiple of this, a divisor of `seq_len`. -1: 1, and under `compile.enable` the
+    largest one up to 128, so that few shapes are compiled.
+    """
     on_bad_document: str = "stop"
     """
     What a record that cannot be read does:

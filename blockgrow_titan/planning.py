@@ -4,12 +4,13 @@ The config is checked as in a run, but neither weights nor documents nor a token
 student, and the teacher, run the largest micro-batch on tensors without data, which gives memory and FLOPs
 (``infra/footprint.py``). FLOPs over the hardware's peak times the utilisation give each world's time for a step; the
 longer one is the step's, since the teacher works ahead; in each world it is the busiest rank's, which matters where
-the documents do not divide evenly. Traffic on the bridge, tokens, hours and a better division of
+documents are dealt by count and do not divide evenly. Traffic on the bridge, tokens, hours and a better division of
 the ranks follow by arithmetic.
 
 Not in the times: loading, checkpoints, growth, and student ranks that wait for the one with the longest documents.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
@@ -19,6 +20,8 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 from blockgrow_titan.checks import check_config, check_ranks
+from blockgrow_titan.documents.batches import row_multiple
+from blockgrow_titan.documents.dealing import micro_batching_of
 from blockgrow_titan.growth.schedule import Phase, schedule_of
 from blockgrow_titan.infra.footprint import (
     StudentFootprint,
@@ -45,6 +48,9 @@ USABLE = 0.9
 
 LENGTH_SIGMA = 1.0
 """Documents' lengths are taken to be log-normal with this sigma."""
+
+DRAWN_DOCUMENTS = 5_000
+"""How many lengths are drawn to estimate the padding, at least."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,23 @@ class Plan:
     teacher: TeacherFootprint | None
     teacher_layers: int
     valid_share: float
-    """Valid tokens among those of the padded micro-batches."""
+    """Valid tokens among those of the micro-batches."""
     largest_micro_batch: int
-    """Documents of ``training.seq_len`` tokens that fit on the GPUs in the last phase, at most those of a rank's step."""
+    """Documents of ``training.seq_len`` tokens that fit on the GPUs in the last phase, at most ``rank_documents``."""
+
+    @property
+    def by_count(self) -> bool:
+        """Whether micro-batches are cut by documents; else by tokens."""
+        return self.job_config.documents.micro_batching == "count"
+
+    @property
+    def rank_documents(self) -> int:
+        """The ``training.local_batch_size`` from which on a student rank has its whole step in one micro-batch."""
+        training = self.job_config.training
+        documents = -(-training.global_batch_size // self.layout.num_students)
+        if self.by_count:
+            return documents
+        return max(1, math.ceil(documents * self.assumptions.tokens_per_document / training.seq_len))
 
     @property
     def step_tokens(self) -> float:
@@ -136,7 +156,7 @@ class Plan:
         """Time of some work in each world; a colocated teacher's is the student's."""
         layout = layout or self.layout
         seconds_per_flop = 1 / (self.assumptions.hardware.flops * self.assumptions.mfu * max(1, work.documents))
-        of_student, of_teacher = busiest_documents(layout, work.documents)
+        of_student, of_teacher = busiest_documents(layout, work.documents, self.by_count)
         if not layout.num_teachers:
             return of_student * (work.student + work.teacher) * seconds_per_flop, 0.0
         return of_student * work.student * seconds_per_flop, of_teacher * work.teacher * seconds_per_flop
@@ -160,24 +180,47 @@ class Plan:
 
 
 @cache
-def busiest_documents(layout: WorldLayout, documents: int) -> tuple[int, float]:
+def busiest_documents(layout: WorldLayout, documents: int, by_count: bool) -> tuple[float, float]:
     """How many of some documents the busiest rank of each world gets, in the mean over many steps.
 
-    Students take them in turn (``documents/batches.py``), and each deals its own in turn to the teachers that serve it.
+    By count students take them in turn; else they get equal work (``documents/dealing.py``), but no less than a document.
+    Each deals its own in turn to the teachers that serve it.
     """
+
+    def of_student(student: int) -> float:
+        in_turn = len(range(student, documents, layout.num_students))
+        return in_turn if by_count else max(documents / layout.num_students, min(1, in_turn))
+
     of_teacher = [0.0] * max(1, layout.num_teachers)
     for student, teacher in layout.routes():
-        mine = len(range(student, documents, layout.num_students))
-        of_teacher[teacher] += mine / len(layout.teachers_of(student))
-    return len(range(0, documents, layout.num_students)), max(of_teacher)
+        of_teacher[teacher] += of_student(student) / len(layout.teachers_of(student))
+    return of_student(0), max(of_teacher)
 
 
-def valid_share(documents: int, mean: float, seq_len: int) -> float:
-    """Share of valid tokens when ``documents`` of log-normal lengths are padded to the longest of them."""
+def valid_share(job_config: JobConfig, mean: float, student_ranks: int) -> float:
+    """Share of valid tokens in the micro-batches of some steps, dealt as in a run, whose documents are drawn.
+
+    Args:
+        job_config: The job's config, with the number of documents of a global batch.
+        mean: Tokens of a document, in the mean.
+        student_ranks: Ranks that the documents are dealt to.
+    """
+    training = job_config.training
     rng = np.random.default_rng(0)
     location = np.log(mean) - LENGTH_SIGMA**2 / 2
-    lengths = np.minimum(rng.lognormal(location, LENGTH_SIGMA, size=(20_000, documents)), seq_len)
-    return float(lengths.mean() / lengths.max(axis=1).mean())
+    steps = -(-DRAWN_DOCUMENTS // training.global_batch_size)
+    drawn = rng.lognormal(location, LENGTH_SIGMA, size=(steps, training.global_batch_size))
+    micro_batching = micro_batching_of(job_config, "train", math.inf)
+    multiple = row_multiple(job_config, training.seq_len)
+    valid = processed = 0
+    for lengths in np.clip(drawn, 1, training.seq_len).astype(int).tolist():
+        valid += sum(lengths)
+        for micro_batches in micro_batching.deal(lengths, student_ranks):
+            for micro_batch in filter(None, micro_batches):
+                tokens = [lengths[i] for i in micro_batch]
+                rows, length = (1, sum(tokens)) if micro_batching.kind == "packed" else (len(tokens), max(tokens))
+                processed += rows * -(-length // multiple) * multiple
+    return valid / processed
 
 
 def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Plan:
@@ -204,7 +247,7 @@ def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Pla
 
     holders = layout.num_teachers or layout.num_students
     teacher_memory, per_document = _teacher_memory(job_config, teacher_model, holders)
-    share = valid_share(training.local_batch_size, assumptions.tokens_per_document, training.seq_len)
+    share = valid_share(job_config, assumptions.tokens_per_document, layout.num_students)
     with fake_world(0, layout.num_students):
         student = _Student(job_config, args, layout.num_students)
         flops = _Flops(job_config, args, teacher_model, assumptions.tokens_per_document, share)
@@ -227,7 +270,7 @@ def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Pla
     elif teacher_memory is not None:
         room = capacity - last.memory.peak - teacher_memory.peak
         largest = training.local_batch_size + room // (further + per_document)
-    return Plan(
+    plan = Plan(
         job_config=job_config,
         layout=layout,
         assumptions=assumptions,
@@ -237,8 +280,9 @@ def make_plan(job_config: JobConfig, ngpu: int, assumptions: Assumptions) -> Pla
         teacher=teacher_memory,
         teacher_layers=0 if teacher_model is None else teacher_model.n_layers,
         valid_share=share,
-        largest_micro_batch=min(max(0, int(largest)), -(-training.global_batch_size // layout.num_students)),
+        largest_micro_batch=max(0, int(largest)),
     )
+    return replace(plan, largest_micro_batch=min(plan.largest_micro_batch, plan.rank_documents))
 
 
 def _teacher_memory(

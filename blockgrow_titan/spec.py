@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from blockgrow_titan.distill.objective import Objective
-from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
+from blockgrow_titan.documents.batches import DocumentDataLoader, build_collator
+from blockgrow_titan.documents.dealing import micro_batching_of
 from blockgrow_titan.documents.source import source_of
 from blockgrow_titan.growth.hooks import PHASE_HOOKS, PhaseHook
 from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.job_config import JobConfig
+from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.client import TeacherClient, build_teacher_client
 from blockgrow_titan.teacher.worlds import World
@@ -30,6 +33,11 @@ class GrowthTrainSpec(TrainSpec):
 
     build_teacher_client_fn: TeacherClientBuilder = build_teacher_client
     phase_hooks: tuple[type[PhaseHook], ...] = PHASE_HOOKS
+
+
+def model_args_of(job_config: JobConfig) -> BlockStackArgs:
+    """The dimensions that ``model.name`` and ``model.flavor`` stand for."""
+    return cast(BlockStackArgs, get_train_spec(job_config.model.name).model_args[job_config.model.flavor])
 
 
 def build_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer:
@@ -61,12 +69,12 @@ def build_document_dataloader(
     schedule = schedule_of(job_config)
     return DocumentDataLoader(
         source,
-        Collator(source.end_of_document_id, job_config.documents.pad_to_multiple_of),
+        build_collator(job_config, source.end_of_document_id, training.seq_len),
+        micro_batching_of(job_config, "train", model_args_of(job_config).attention_tokens),
         offset_of_step=schedule.data_offset,
         last_step=schedule.total_steps,
         global_batch_size=training.global_batch_size,
         rank=dp_rank,
         world_size=dp_world_size,
-        local_batch_size=training.local_batch_size,
         config=training.dataloader,
     )

@@ -38,7 +38,7 @@ from blockgrow_titan.checkpoint import GrowthCheckpointManager
 from blockgrow_titan.diagnostics.gradients import gradient_norms
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import LossSums, Objective
-from blockgrow_titan.documents.batches import num_micro_batches
+from blockgrow_titan.documents.batches import Batch
 from blockgrow_titan.growth.hooks import load_hooks, run_hooks
 from blockgrow_titan.growth.identity import agreed_identity
 from blockgrow_titan.growth.manifest import build_manifest
@@ -91,7 +91,7 @@ class GrowthTrainer(Trainer):
         self.checkpointer = self._build_checkpointer()
         logger.info(
             f"Student of {plural(world.role_size, 'rank')}: global batch of {job_config.training.global_batch_size} "
-            f"documents, gradient accumulation over {self.gradient_accumulation_steps}, "
+            f"documents in {self.dataloader.micro_batching}, "
             f"{plural(self.schedule.total_steps, 'step')} in {plural(len(self.schedule.phases), 'phase')}"
         )
 
@@ -99,16 +99,14 @@ class GrowthTrainer(Trainer):
         """The config as torchtitan's constructor should see it.
 
         It builds the model of ``growth.start_phase``. It asserts that the global batch divides by ranks and local batch:
-        it is shown the next multiple, which gives the number of micro-batches that ``documents.batches`` deals. It
-        builds neither checkpointer nor validator: ours need the teacher and the schedule.
+        it is shown the next multiple. It builds neither checkpointer nor validator: ours need the teacher and the
+        schedule.
         """
         view = copy.deepcopy(job_config)
         view.growth.start_phase = self.phase.index
         training = view.training
         rows = self.world.role_size * training.local_batch_size
-        training.global_batch_size = rows * num_micro_batches(
-            training.global_batch_size, self.world.role_size, training.local_batch_size
-        )
+        training.global_batch_size = -(-training.global_batch_size // rows) * rows
         view.checkpoint.enable = False
         view.validation.enable = False
         view.job.print_config, view.job.save_config_file = False, None  # the real config has been logged
@@ -275,16 +273,14 @@ class GrowthTrainer(Trainer):
             logger.info(f"Training completed; everything is in {os.path.abspath(folder)}")
         dist.barrier()
 
-    def batch_generator(
-        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Micro-batches on CPU, in order, each with its teacher ticket under "ticket".
 
         ``teacher.prefetch`` micro-batches beyond the one that is handed out are already submitted, so the teacher works
         on them while the student trains. Raises ``DataloaderExhaustedError`` at the end.
         """
         batches = iter(data_iterable)
-        ahead: deque[tuple[dict[str, Any], torch.Tensor]] = deque()
+        ahead: deque[Batch] = deque()
         look_ahead = self.job_config.teacher.prefetch if self.teacher is not None else 0
         exhausted = False
         while True:
@@ -294,7 +290,9 @@ class GrowthTrainer(Trainer):
                     exhausted = True
                     break
                 input_dict, labels = batch
-                ticket = self.teacher.submit(input_dict["input"], labels) if self.teacher is not None else None
+                ticket = None
+                if self.teacher is not None:
+                    ticket = self.teacher.submit(input_dict["input"], labels, input_dict.get("document_lengths"))
                 ahead.append(({**input_dict, "ticket": ticket}, labels))
             if not ahead:
                 raise DataloaderExhaustedError()
@@ -306,7 +304,8 @@ class GrowthTrainer(Trainer):
         """One micro-batch: gradients of its share of the global batch's loss are accumulated.
 
         Args:
-            input_dict: "input" [B, S] int64 and the teacher's "ticket" (None without a teacher).
+            input_dict: "input" [B, S] int64, "document_lengths" if that is a packed row, and the teacher's "ticket" (None
+                without a teacher).
             labels: [B, S] int64, ``IGNORE_INDEX`` where nothing is to be predicted.
             global_valid_tokens: Valid tokens of the whole global batch, 0-dim.
 
@@ -322,16 +321,18 @@ class GrowthTrainer(Trainer):
             teacher_head=self.teacher.head_weight if self.teacher is not None else None,
         )
         with self.train_context():
-            sums = model(input_dict["input"].to(self.device), targets)
+            sums = model(input_dict["input"].to(self.device), targets, input_dict.get("document_lengths"))
             sums.loss.backward()
         return LossSums(*(value.detach() for value in sums))
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], torch.Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One optimizer step on one global batch, and its report."""
         started = time.perf_counter()
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        micro_batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        micro_batches = [next(data_iterator)]
+        while not micro_batches[-1][0]["last_of_step"]:
+            micro_batches.append(next(data_iterator))
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
         processed = sum(labels.numel() for _, labels in micro_batches)
         counts = torch.tensor([valid, processed], dtype=torch.int64, device=self.device)

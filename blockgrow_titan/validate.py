@@ -1,6 +1,6 @@
 """Validation: total loss over total tokens, over every document of the set (invariant 8).
 
-Documents are dealt to the ranks like a training batch, every rank runs the same number of micro-batches (empty ones
+The whole set is dealt to the ranks like a training batch, every rank runs the same number of micro-batches (empty ones
 where the set does not divide), and the sums are float64. So any world size and batch size agree, the same layout run
 twice is bit-equal, and uneven ranks never hang. torchtitan's validator averages batch means instead.
 """
@@ -22,11 +22,13 @@ from torchtitan.tools.logging import logger
 from blockgrow_titan.diagnostics.recorder import Diagnostics
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import Objective
-from blockgrow_titan.documents.batches import Collator, validation_batches
+from blockgrow_titan.documents.batches import Batch, build_collator, lengths_of
+from blockgrow_titan.documents.dealing import micro_batching_of
 from blockgrow_titan.documents.source import source_of
 from blockgrow_titan.growth.schedule import GrowthSchedule
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.metrics import GrowthMetricsProcessor, perplexity
+from blockgrow_titan.spec import model_args_of
 from blockgrow_titan.teacher.client import TeacherClient
 
 
@@ -60,27 +62,44 @@ class GrowthValidator(BaseValidator):
     ) -> None:
         super().__init__(job_config)
         self.source = source_of(job_config, tokenizer, "validation")
-        self.collate = Collator(self.source.end_of_document_id, job_config.documents.pad_to_multiple_of)
-        self.batches = validation_batches(
-            len(self.source), dp_rank, dp_world_size, job_config.validation.local_batch_size
+        self.collate = build_collator(job_config, self.source.end_of_document_id, job_config.validation.seq_len)
+        micro_batching = micro_batching_of(job_config, "validation", model_args_of(job_config).attention_tokens)
+        lengths = (
+            self._lengths(dp_rank, dp_world_size, device) if micro_batching.needs_lengths else [0] * len(self.source)
         )
+        self.batches = micro_batching.deal(lengths, dp_world_size)[dp_rank]
         self.objective, self.teacher, self.device = objective, teacher, device
         self.metrics_processor = metrics_processor
         self.last_steps = {phase.last_step for phase in schedule.phases}
         self.diagnostics = Diagnostics(job_config, self.source, device) if job_config.diagnostics.enable else None
         self.gradient_norms: dict[str, Any] | None = None  # of the last training step, if the trainer took them
 
+    def _lengths(self, rank: int, world_size: int, device: torch.device) -> list[int]:
+        """The lengths of all documents; where the reader does not know them, each rank tokenises its share."""
+        documents = range(len(self.source))
+        known = lengths_of(self.source, documents)
+        if known is not None:
+            return known
+        lengths = torch.zeros(len(documents), dtype=torch.int64)
+        for i in documents[rank::world_size]:
+            lengths[i] = len(self.source[i]) - 1
+        lengths = lengths.to(device)
+        dist.all_reduce(lengths)
+        return lengths.tolist()
+
     def should_validate(self, step: int) -> bool:
         """Every ``validation.freq`` steps and at the last step of each phase."""
         return step in self.last_steps or step % self.job_config.validation.freq == 0
 
-    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any]]:
-        """(inputs, labels, ticket), with the teacher working up to ``teacher.prefetch`` ahead."""
-        ahead: deque = deque()
+    def _micro_batches(self) -> Iterator[Batch]:
+        """Micro-batches with their teacher's "ticket", the teacher working up to ``teacher.prefetch`` ahead."""
+        ahead: deque[Batch] = deque()
         for documents in self.batches:
             input_dict, labels = self.collate([self.source[i] for i in documents])
-            ticket = self.teacher.submit(input_dict["input"], labels) if self.teacher else None
-            ahead.append((input_dict["input"].to(self.device), labels.to(self.device), ticket))
+            ticket = None
+            if self.teacher:
+                ticket = self.teacher.submit(input_dict["input"], labels, input_dict.get("document_lengths"))
+            ahead.append(({**input_dict, "ticket": ticket}, labels))
             if len(ahead) > self.job_config.teacher.prefetch:
                 yield ahead.popleft()
         yield from ahead
@@ -97,15 +116,16 @@ class GrowthValidator(BaseValidator):
         started = time.perf_counter()
         model.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)  # loss, ce, kl, kd, valid tokens
-        for inputs, labels, ticket in self._micro_batches():
+        for input_dict, labels in self._micro_batches():
+            labels = labels.to(self.device)
             targets = LossTargets(
                 labels=labels,
                 objective=self.objective,
                 scale=1.0,
-                teacher_hidden=self.teacher.result(ticket) if self.teacher else None,
+                teacher_hidden=self.teacher.result(input_dict["ticket"]) if self.teacher else None,
                 teacher_head=self.teacher.head_weight if self.teacher else None,
             )
-            losses = model(inputs, targets)
+            losses = model(input_dict["input"].to(self.device), targets, input_dict.get("document_lengths"))
             valid = (labels != IGNORE_INDEX).sum()
             sums += torch.stack([losses.loss, losses.ce, losses.kl, losses.kd, valid]).double()
         dist.all_reduce(sums)

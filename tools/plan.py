@@ -7,6 +7,7 @@ No GPU, weights, documents or tokenizer are needed. ``blockgrow_titan/planning.p
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from blockgrow_titan.infra import device  # noqa: E402, F401  (before torchtitan
 
 from torchtitan.tools.logging import logger  # noqa: E402  # isort: skip
 
+from blockgrow_titan.documents.dealing import micro_batching_of  # noqa: E402
 from blockgrow_titan.metrics import plural  # noqa: E402
 from blockgrow_titan.parse import parse_config  # noqa: E402
 from blockgrow_titan.planning import GIB, HARDWARE, USABLE, Assumptions, Plan, make_plan  # noqa: E402
@@ -61,10 +63,10 @@ def assumption_lines(plan: Plan, name: str, hardware: str) -> list[str]:
         f"Plan of {name}: {plural(layout.world_size, 'GPU')} ({world})",
         f"  {hardware}: {given.hardware.flops / 1e12:,.0f} TFLOP/s (bf16, dense), {given.hardware.memory / GIB:.0f} GiB; "
         f"assumed utilisation (MFU) {given.mfu:.2f}",
-        f"  global batch of {training.global_batch_size} documents in micro-batches of {training.local_batch_size} a rank, "
-        f"at most {training.seq_len:,} tokens each",
-        f"  assumed mean of {given.tokens_per_document:,.0f} tokens a document; {plan.valid_share:.0%} of the tokens of "
-        "the padded micro-batches are then valid",
+        f"  global batch of {training.global_batch_size} documents of at most {training.seq_len:,} tokens, for each rank in "
+        f"{micro_batching_of(plan.job_config, 'train', math.inf)}",
+        f"  assumed mean of {given.tokens_per_document:,.0f} tokens a document; {plan.valid_share:.0%} of the micro-batches' "
+        "tokens are then valid",
     ]
     if training.mixed_precision_param != "bfloat16":
         lines.append(
@@ -206,11 +208,12 @@ def balance_lines(plan: Plan) -> list[str]:
             f"  does not fit: a teacher GPU needs {gib(plan.teacher.peak)} GiB of {gib(memory)}. Raise teacher.shard_degree"
         )
     if plan.largest_micro_batch > 0:
-        documents = -(-training.global_batch_size // plan.layout.num_students)
+        whole = plan.largest_micro_batch == plan.rank_documents
+        more = "" if plan.job_config.documents.micro_batching == "packed" else " but pad more"
         lines.append(
             f"  micro-batch: training.local_batch_size is {training.local_batch_size}; there is memory for "
-            f"{plan.largest_micro_batch} of the {documents} documents that a student rank has in a step. Larger ones launch "
-            "fewer kernels but pad more"
+            f"{plan.largest_micro_batch}, {'which holds' if whole else f'and {plan.rank_documents} would hold'} all that a "
+            f"student rank has in a step. Larger micro-batches launch fewer kernels{more}"
         )
     if plan.teacher is None or colocated:
         return lines

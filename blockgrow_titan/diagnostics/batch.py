@@ -79,7 +79,7 @@ def fixed_batch(source: DocumentSource, tokens: int, rows: int, pad_to_multiple_
         source: The held-out documents.
         tokens: How many tokens.
         rows: Documents of a micro-batch. Changes memory and speed, never the result.
-        pad_to_multiple_of: As ``documents.pad_to_multiple_of``.
+        pad_to_multiple_of: As ``documents.batches.Collator``.
 
     Raises:
         ValueError: If no document has a token to predict.

@@ -21,6 +21,7 @@ from blockgrow_titan.diagnostics.batch import FixedBatch, default_tokens, fixed_
 from blockgrow_titan.diagnostics.probes import Probed, probe
 from blockgrow_titan.diagnostics.statistics import HIGHEST_DECADE, LOWEST_DECADE, RMS_BINS, bin_edges, finite, summarize
 from blockgrow_titan.diagnostics.token_types import TOKEN_TYPES
+from blockgrow_titan.documents.batches import row_multiple
 from blockgrow_titan.documents.source import DocumentSource
 from blockgrow_titan.job_config import ConfigError, JobConfig
 
@@ -29,8 +30,7 @@ class Diagnostics:
     """The diagnostics of a training run; every rank makes one and all measure together.
 
     Args:
-        job_config: The job's config: ``diagnostics``, ``validation``, ``documents.pad_to_multiple_of`` and
-            ``distill.chunk_tokens``.
+        job_config: The job's config: ``diagnostics``, ``validation``, ``documents`` and ``distill.chunk_tokens``.
         source: The validation documents.
         device: Where the student is.
 
@@ -47,7 +47,7 @@ class Diagnostics:
                 source,
                 tokens,
                 rows=job_config.validation.local_batch_size,
-                pad_to_multiple_of=job_config.documents.pad_to_multiple_of,
+                pad_to_multiple_of=row_multiple(job_config, job_config.validation.seq_len),
             )
         except ValueError as error:
             raise ConfigError(f"diagnostics.enable is true, but {error}; set it to false") from error

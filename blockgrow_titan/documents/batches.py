@@ -1,110 +1,34 @@
-"""Which documents a step and a rank train on.
+"""The micro-batches of one rank, as tensors: collators and the loader.
 
-    step -> offset t -> documents [t*G, (t+1)*G) modulo the shard -> strided over the ranks -> cut into micro-batches
+    step -> its documents, dealt (``dealing.py``) -> this rank's micro-batches -> rows of ids and labels
 
-All of it is a pure function of the step, so the loader keeps no state: world size, accumulation, look-ahead and loader
-workers change who handles a document and when, never which documents a step trains on. To resume, or to start over
-after growth, a new iterator begins at the step (``DocumentDataLoader.iterate_from``); nothing is replayed.
+A loader worker makes whole steps. The loader keeps no state: to resume, or to start over after growth, a new iterator
+begins at the step (``DocumentDataLoader.iterate_from``); nothing is replayed.
 
-G is the global batch, S the number of (student) ranks, L the documents of a rank's micro-batch. G need not divide by S
-or L: ranks that have run out of documents get empty micro-batches, whose labels are all ignored, so that every rank
-runs the same number of forwards and collectives.
+Where the dealing looks at lengths, every rank needs those of all documents of a step. A reader that knows them
+(``pretokenized``) is asked; else the step's documents are all tokenised on each rank, and ``prepare_data.py`` saves that.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config.job_config import DataLoader as DataLoaderConfig
 
+from blockgrow_titan.documents.dealing import MicroBatching, documents_of_offset
 from blockgrow_titan.documents.source import DocumentSource
+from blockgrow_titan.job_config import JobConfig
 
+COMPILED_MULTIPLE = 128  # lengths of rows that torch.compile sees are multiples of it
 
-def documents_of_offset(t: int, global_batch_size: int, num_documents: int) -> list[int]:
-    """Return the documents of the step with offset ``t`` (from 0): [t*G, (t+1)*G) modulo the shard, G indices."""
-    first = t * global_batch_size
-    return [(first + i) % num_documents for i in range(global_batch_size)]
-
-
-def num_micro_batches(global_batch_size: int, world_size: int, local_batch_size: int) -> int:
-    """Return ceil(G / (S*L)): the micro-batches of a step, on every rank."""
-    return -(-global_batch_size // (world_size * local_batch_size))
-
-
-def deal(documents: list[int], rank: int, world_size: int, local_batch_size: int) -> list[list[int]]:
-    """Return the micro-batches of one rank: documents rank, rank + S, rank + 2S, ..., ``local_batch_size`` at a time.
-
-    Every rank gets ``num_micro_batches(len(documents), world_size, local_batch_size)`` of them; the last ones may be
-    shorter, or empty.
-    """
-    mine = documents[rank::world_size]
-    count = num_micro_batches(len(documents), world_size, local_batch_size)
-    return [mine[i * local_batch_size : (i + 1) * local_batch_size] for i in range(count)]
-
-
-def validation_batches(num_documents: int, rank: int, world_size: int, local_batch_size: int) -> list[list[int]]:
-    """Return the micro-batches of one rank in a validation: over the ranks, every document exactly once.
-
-    Every rank gets equally many, some of them shorter or empty, so uneven sets do not hang.
-    """
-    return deal(list(range(num_documents)), rank, world_size, local_batch_size)
-
-
-class StepBatchSampler(Sampler[list[int]]):
-    """Micro-batches (lists of document indices, maybe empty) of one rank for steps ``first_step`` to ``last_step``.
-
-    Args:
-        first_step, last_step: Steps, counted from 1; both included.
-        offset_of_step: Maps a step to its offset in global batches, from 0: step - 1, or counted from the phase's first
-            step under ``growth.data_at_growth = "rewind"``.
-        global_batch_size: Documents of a step, over all ranks.
-        num_documents: Documents of the shard.
-        rank, world_size: This rank among those that train.
-        local_batch_size: Documents of a micro-batch.
-    """
-
-    def __init__(
-        self,
-        first_step: int,
-        last_step: int,
-        offset_of_step: Callable[[int], int],
-        global_batch_size: int,
-        num_documents: int,
-        rank: int,
-        world_size: int,
-        local_batch_size: int,
-    ) -> None:
-        for name, value in (
-            ("first step", first_step),
-            ("training.global_batch_size", global_batch_size),
-            ("training.local_batch_size", local_batch_size),
-            ("documents of the shard", num_documents),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} = {value} must be at least 1")
-        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        self.first_step = first_step
-        self.last_step = last_step
-        self.offset_of_step = offset_of_step
-        self.global_batch_size = global_batch_size
-        self.num_documents = num_documents
-        self.rank = rank
-        self.world_size = world_size
-        self.local_batch_size = local_batch_size
-
-    def __len__(self) -> int:
-        steps = max(0, self.last_step - self.first_step + 1)
-        return steps * num_micro_batches(self.global_batch_size, self.world_size, self.local_batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.first_step, self.last_step + 1):
-            documents = documents_of_offset(self.offset_of_step(step), self.global_batch_size, self.num_documents)
-            yield from deal(documents, self.rank, self.world_size, self.local_batch_size)
+Batch = tuple[dict[str, Any], torch.Tensor]
+"""What the model is called with, "input" first of all, and the labels [B, S] int64."""
 
 
 class Collator:
@@ -112,7 +36,7 @@ class Collator:
 
     Args:
         pad_id: Fills the inputs; any token will do, its labels are ignored.
-        pad_to_multiple_of: ``documents.pad_to_multiple_of``.
+        pad_to_multiple_of: ``row_multiple``.
     """
 
     def __init__(self, pad_id: int, pad_to_multiple_of: int = 1) -> None:
@@ -121,15 +45,19 @@ class Collator:
         self.pad_id = pad_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def __call__(self, documents: list[list[int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def __call__(self, documents: Sequence[list[int]]) -> Batch:
         """Return ``{"input": [B, S]}`` and labels [B, S], both int64.
 
         A row is a document: inputs are its ids but the last, labels its ids but the first, ``IGNORE_INDEX`` where there
-        is none. B and S are at least 1: without documents there is one row, with every label ignored.
+        is none. One without predictions takes no row. B and S are at least 1: without any document there is one row,
+        with every label ignored.
         """
+        documents = [ids for ids in documents if len(ids) > 1]
         longest = max([1, *(len(ids) - 1 for ids in documents)])
-        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        shape = (max(1, len(documents)), length)
+        shape = (max(1, len(documents)), self._rounded(longest))
         inputs = torch.full(shape, self.pad_id, dtype=torch.int64)
         labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
         for row, ids in enumerate(documents):
@@ -138,82 +66,184 @@ class Collator:
         return {"input": inputs}, labels
 
 
-class DocumentDataLoader(BaseDataLoader):
-    """Micro-batches of one rank, from any step on.
+class PackedCollator(Collator):
+    """Lays the documents of a micro-batch end to end in one row, padded on the right to the multiple."""
 
-    Set ``first_step`` before iterating to begin elsewhere than at step 1, for example when resuming.
+    def __call__(self, documents: Sequence[list[int]]) -> Batch:
+        """Return ``{"input": [1, N], "document_lengths"}`` and labels [1, N], both int64.
+
+        ``document_lengths`` is a tuple of ints: where each document ends, in their order. One without predictions takes
+        no place. N is at least 1: without any document there is one ignored position.
+        """
+        documents = [ids for ids in documents if len(ids) > 1]
+        lengths = tuple(len(ids) - 1 for ids in documents)
+        inputs = torch.full((1, self._rounded(max(1, sum(lengths)))), self.pad_id, dtype=torch.int64)
+        labels = torch.full_like(inputs, IGNORE_INDEX)
+        inputs[0, : sum(lengths)] = torch.tensor([i for ids in documents for i in ids[:-1]], dtype=torch.int64)
+        labels[0, : sum(lengths)] = torch.tensor([i for ids in documents for i in ids[1:]], dtype=torch.int64)
+        return {"input": inputs, "document_lengths": lengths}, labels
+
+
+def row_multiple(job_config: JobConfig, seq_len: int) -> int:
+    """What the length of a row is a multiple of: ``documents.pad_to_multiple_of``, or the choice that -1 stands for."""
+    if job_config.documents.pad_to_multiple_of != -1:
+        return job_config.documents.pad_to_multiple_of
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    return math.gcd(COMPILED_MULTIPLE, seq_len) if compiled else 1
+
+
+def build_collator(job_config: JobConfig, pad_id: int, seq_len: int) -> Collator:
+    """The collator that goes with ``documents.micro_batching``."""
+    collator_cls = PackedCollator if job_config.documents.micro_batching == "packed" else Collator
+    return collator_cls(pad_id, row_multiple(job_config, seq_len))
+
+
+def lengths_of(source: DocumentSource, documents: Sequence[int]) -> list[int] | None:
+    """The lengths of documents in tokens with a prediction, as ``dealing`` takes them; None if they are not known."""
+    lengths = [source.length(i) for i in documents]
+    return None if None in lengths else [n - 1 for n in lengths if n is not None]
+
+
+class StepOffsets(Sampler[int]):
+    """The offsets of steps ``first_step`` to ``last_step``, one after the other."""
+
+    def __init__(self, first_step: int, last_step: int, offset_of_step: Callable[[int], int]) -> None:
+        self.steps, self.offset_of_step = range(first_step, last_step + 1), offset_of_step
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.offset_of_step, self.steps)
+
+
+class StepDocuments(Dataset[list[Batch]]):
+    """Item t is the list of one rank's micro-batches of the step with offset t.
 
     Args:
         source: What document i is.
         collator: Makes tensors of a micro-batch.
-        offset_of_step, last_step, global_batch_size, rank, world_size, local_batch_size: As in ``StepBatchSampler``.
-        config: ``training.dataloader``.
+        micro_batching: How documents are dealt.
+        global_batch_size: Documents of a step, over all ranks.
+        rank, world_size: This rank among those that train.
     """
 
     def __init__(
         self,
         source: DocumentSource,
         collator: Collator,
+        micro_batching: MicroBatching,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self.source, self.collator, self.micro_batching = source, collator, micro_batching
+        self.global_batch_size, self.rank, self.world_size = global_batch_size, rank, world_size
+
+    def __getitem__(self, t: int) -> list[Batch]:
+        documents = documents_of_offset(t, self.global_batch_size, len(self.source))
+        read: dict[int, list[int]] = {}
+        lengths: list[int] | None = [0] * len(documents)
+        if self.micro_batching.needs_lengths:
+            lengths = lengths_of(self.source, documents)
+        if lengths is None:
+            read = {i: self.source[i] for i in dict.fromkeys(documents)}
+            lengths = [len(read[i]) - 1 for i in documents]
+        mine = self.micro_batching.deal(lengths, self.world_size)[self.rank]
+        ids = lambda i: read[i] if i in read else self.source[i]  # noqa: E731
+        return [self.collator([ids(documents[place]) for place in micro_batch]) for micro_batch in mine]
+
+
+class DocumentDataLoader(BaseDataLoader):
+    """Micro-batches of one rank, from any step on.
+
+    Set ``first_step`` before iterating to begin elsewhere than at step 1, for example when resuming.
+
+    Args:
+        source, collator, micro_batching, global_batch_size, rank, world_size: As in ``StepDocuments``.
+        offset_of_step: Maps a step to its offset in global batches, from 0: step - 1, or counted from the phase's first
+            step under ``growth.data_at_growth = "rewind"``.
+        last_step: The last step, counted from 1.
+        config: ``training.dataloader``; a worker makes a whole step at a time.
+    """
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        collator: Collator,
+        micro_batching: MicroBatching,
         *,
         offset_of_step: Callable[[int], int],
         last_step: int,
         global_batch_size: int,
         rank: int,
         world_size: int,
-        local_batch_size: int,
         config: DataLoaderConfig,
     ) -> None:
         if config.num_workers < 0:
             raise ValueError(f"training.dataloader.num_workers = {config.num_workers} must be at least 0")
         if config.prefetch_factor is not None and config.prefetch_factor < 1:
             raise ValueError(f"training.dataloader.prefetch_factor = {config.prefetch_factor} must be at least 1")
+        if len(source) < 1:
+            raise ValueError("the shard holds no documents; it must hold at least 1")
         self.source = source
         self.collator = collator
+        self.micro_batching = micro_batching
         self.first_step = 1
         self.offset_of_step = offset_of_step
         self.last_step = last_step
         self.global_batch_size = global_batch_size
         self.rank = rank
         self.world_size = world_size
-        self.local_batch_size = local_batch_size
         self._worker_kwargs = asdict(config)
         ParallelAwareDataloader._validate_kwargs(self._worker_kwargs)  # drops what only workers take, without workers
 
-    def iterate_from(self, first_step: int) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Return the micro-batches of steps ``first_step`` to ``last_step``, in order, as ``Collator`` makes them.
+    def iterate_from(self, first_step: int) -> Iterator[Batch]:
+        """Yield the micro-batches of steps ``first_step`` to ``last_step``, in order, as the collator makes them.
 
-        Nothing before ``first_step`` is read. Loader workers end when the iterator is exhausted or dropped.
+        The last one of each step has ``"last_of_step": True`` beside its input, the others False. Nothing before
+        ``first_step`` is read. Loader workers end when the iterator is exhausted or dropped.
+
+        Raises:
+            ValueError: If ``first_step`` or the global batch is below 1.
         """
-        sampler = StepBatchSampler(
-            first_step,
-            self.last_step,
-            self.offset_of_step,
-            self.global_batch_size,
-            len(self.source),
-            self.rank,
-            self.world_size,
-            self.local_batch_size,
-        )
+        for name, value in (("first step", first_step), ("training.global_batch_size", self.global_batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
         loader = StatefulDataLoader(
-            self.source,
-            batch_sampler=sampler,
-            collate_fn=self.collator,
+            StepDocuments(
+                self.source, self.collator, self.micro_batching, self.global_batch_size, self.rank, self.world_size
+            ),
+            sampler=StepOffsets(first_step, self.last_step, self.offset_of_step),
+            batch_size=None,
+            collate_fn=_as_it_is,
             snapshot_every_n_steps=None,  # never: nobody asks for its state
             generator=torch.Generator(),  # workers' seeds come from here, not from the model's random numbers
             **self._worker_kwargs,
         )
-        return iter(loader)
+        return _micro_batches(iter(loader))
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self.iterate_from(self.first_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the position is the step, which the trainer saves.
 
-        ``StatefulDataLoader`` would save how many micro-batches it has handed out. With look-ahead that is more than
-        were trained on, and it cannot be loaded on another world size or number of workers.
+        ``StatefulDataLoader`` would save how many steps it has handed out. With look-ahead that is more than were
+        trained on, and it cannot be loaded on another number of workers.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Ignore any saved state, for the same reason."""
+
+
+def _as_it_is(step: list[Batch]) -> list[Batch]:
+    return step
+
+
+def _micro_batches(steps: Iterator[list[Batch]]) -> Iterator[Batch]:
+    for step in steps:
+        for turn, (input_dict, labels) in enumerate(step, start=1):
+            yield {**input_dict, "last_of_step": turn == len(step)}, labels

@@ -180,6 +180,11 @@ class PretokenizedReader(RecordReader):
         ids, offsets = self._open(shard)
         return ids[offsets[place] : offsets[place + 1]][: self._seq_len].tolist()
 
+    def length(self, i: int) -> int:
+        shard, place = self._shard_and_place(i)
+        _, offsets = self._open(shard)
+        return min(int(offsets[place + 1] - offsets[place]), self._seq_len)
+
     def digest(self, num_documents: int, tokenizer: HuggingFaceTokenizer) -> str:
         """Return what the reader that these documents were made with returns for as many of them."""
         shard, place = self._shard_and_place(num_documents - 1)

@@ -89,6 +89,10 @@ class RecordReader(ABC):
     def ids(self, i: int, tokenizer: HuggingFaceTokenizer) -> list[int]:
         """Return the token ids of record i, without the end of the document; may raise ``BadDocumentError``."""
 
+    def length(self, i: int) -> int | None:
+        """Return how many ids record i has, 0 for a bad one, if the reader knows it without making them; else None."""
+        return None
+
     def ids_of(self, records: range, tokenizer: HuggingFaceTokenizer) -> list[list[int] | BadDocumentError]:
         """Return ``ids`` of several records at once; a bad record's error stands in its place."""
         return [_result_or_error(self.ids, i, tokenizer) for i in records]

@@ -81,6 +81,11 @@ class DocumentSource(Dataset[list[int]]):
             ids = []
         return [*ids, self.end_of_document_id][: self.seq_len]
 
+    def length(self, i: int) -> int | None:
+        """Return the length of ``self[i]`` if the reader knows it without making the ids, else None."""
+        ids = self.reader.length(i)
+        return None if ids is None else min(ids + 1, self.seq_len)
+
     def identity(self) -> dict[str, int | str]:
         """Return ``{"documents", "digest"}``: how many documents these are, and which (``RecordReader.digest``)."""
         return {"documents": len(self), "digest": self.reader.digest(len(self), self.tokenizer)}

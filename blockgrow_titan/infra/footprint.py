@@ -6,7 +6,8 @@ alive in between. So activation checkpointing, FSDP2's gathered layers, the chun
 tensors are counted as they are, not by a formula; what is missing is what no tensor holds: the allocator's
 fragmentation, workspaces of matrix products, the collectives' own buffers and the CUDA context.
 
-A micro-batch here is as large as a micro-batch can be: every document has ``seq_len`` tokens, every token is valid.
+A micro-batch here is as large as a micro-batch can be: ``local_batch_size`` documents of ``seq_len`` tokens, all valid,
+in one packed row under ``documents.micro_batching = "packed"``.
 FLOPs are counted the same way on the meta device, without recomputation (the convention of model FLOPs utilisation).
 """
 
@@ -36,6 +37,7 @@ from blockgrow_titan.distill import objective as objective_module
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import BlockStackArgs
+from blockgrow_titan.model.attention import packed_row
 from blockgrow_titan.teacher.messages import teacher_dtype
 from blockgrow_titan.teacher.model import meta_teacher
 from blockgrow_titan.teacher.worlds import shard_mesh
@@ -230,11 +232,13 @@ def _watch_head(model: nn.Module, memory: TensorBytes) -> list[int]:
 
 def _forward(config: JobConfig, model: nn.Module, head: Tensor | None, rows: int, length: int) -> tuple[Tensor, int]:
     """The loss of a micro-batch of valid tokens, and the bytes of the teacher's answer to it."""
-    inputs, labels = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
+    packed = config.documents.micro_batching == "packed"
+    shape = (1, rows * length) if packed else (rows, length)
+    inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     answer = None if head is None else torch.empty(rows * length, head.shape[1], dtype=head.dtype)
     objective = get_train_spec(config.model.name).build_loss_fn(config)
     with ValidTokens():
-        sums = model(inputs, LossTargets(labels, objective, 1.0, answer, head))
+        sums = model(inputs, LossTargets(labels, objective, 1.0, answer, head), (length,) * rows if packed else None)
     return sums.loss, 0 if answer is None else answer.untyped_storage().nbytes()
 
 
@@ -296,7 +300,7 @@ class TeacherFootprint:
     """Bytes on one rank that holds the teacher."""
 
     documents: int
-    """Of the largest request: ``training`` or ``validation.local_batch_size``; each of ``seq_len`` tokens."""
+    """Of the largest request of ``training`` or ``validation``, each of ``training.seq_len`` tokens."""
     weights: int
     peak: int
 
@@ -309,16 +313,23 @@ def teacher_footprint(
     Needs a ``fake_world`` of ``role_size`` ranks that hold the teacher.
     """
     training, validation = job_config.training, job_config.validation
-    rows = documents or max(training.local_batch_size, validation.local_batch_size if validation.enable else 0)
+    validated = validation.local_batch_size * validation.seq_len if validation.enable else 0
+    rows = documents or max(training.local_batch_size, -(-validated // training.seq_len))
     mesh = shard_mesh(role_size, job_config.teacher.shard_degree)
-    model = meta_teacher(replace(args, max_seq_len=training.seq_len), teacher_dtype(job_config), mesh)
+    packed = job_config.documents.micro_batching == "packed"
+    model = meta_teacher(replace(args, max_seq_len=training.seq_len), teacher_dtype(job_config), mesh, packed)
     with FakeTensorMode(allow_non_fake_inputs=True), TensorBytes() as memory:
         model.to_empty(device="cpu")
         memory.add(*model.parameters(), *model.buffers())
         weights = memory.live
         memory.reset_peak()
         with torch.no_grad():
-            model(torch.zeros(rows, training.seq_len, dtype=torch.int64))
+            if packed:
+                row = torch.zeros(1, rows * training.seq_len, dtype=torch.int64)
+                spans, positions = packed_row(row, (training.seq_len,) * rows, training.seq_len)
+                model(row, spans, positions[None])
+            else:
+                model(torch.zeros(rows, training.seq_len, dtype=torch.int64))
         return TeacherFootprint(rows, weights, memory.peak)
 
 
@@ -338,7 +349,7 @@ def student_flops(
     Args:
         job_config: The job's config.
         args: The phase's model arguments.
-        documents, length: Shape of the padded micro-batch.
+        documents, length: Shape of the padded micro-batch; a packed row of as many documents of that length costs the same.
         valid_tokens: How many of its tokens the loss sees; None: all.
         train: False for a validation.
     """

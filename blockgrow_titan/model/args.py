@@ -50,6 +50,13 @@ class BlockStackArgs(Qwen3ModelArgs):
         args._set_phase(phase, job_config.growth.train_boundary)
         return args
 
+    @property
+    def attention_tokens(self) -> float:
+        """Length of a document at which causal attention takes as many FLOPs as a layer's products with its weights."""
+        heads, kv_heads = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        weights = 2 * self.dim * heads + 2 * self.dim * kv_heads + 3 * self.dim * self.hidden_dim
+        return weights / heads  # 2 * weights a token, against 2 * heads * n for n / 2 keys on average
+
     def block_of_layer(self, layer: int) -> int:
         return layer // self.layers_per_block
 

@@ -1,9 +1,12 @@
 """The student: embedding, a stack of decoder layers, one boundary norm, and a head that forms the loss itself.
 
-Tokens go through ``tok_embeddings``, the placement's ``enter``, ``layers``, its ``leave``, and ``output``. With targets
+Tokens go through ``tok_embeddings``, the placement's ``enter``, ``layers``, its ``leave``, and ``output``; a row is one
+padded document, or several end to end (``attention.py``). With targets
 the head returns loss sums, without ever holding [tokens, vocabulary] logits; without targets it returns logits. The
 parameter names are torchtitan's Qwen3 names, which Hugging Face's map onto.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torchtitan.protocols.model import ModelProtocol
 from blockgrow_titan.distill.head import DistillationHead, LossTargets
 from blockgrow_titan.distill.objective import LossSums
 from blockgrow_titan.model.args import BlockStackArgs
+from blockgrow_titan.model.attention import packed_row
 from blockgrow_titan.model.init import initialize_parameters
 from blockgrow_titan.model.placement import PLACEMENTS
 
@@ -60,19 +64,30 @@ class BlockStackModel(ModelProtocol):
         initialize_parameters(self, self.model_args.seed, self.model_args.init_std)
 
     def forward(
-        self, tokens: torch.Tensor, targets: LossTargets | None = None, positions: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        targets: LossTargets | None = None,
+        document_lengths: Sequence[int] | None = None,
     ) -> torch.Tensor | LossSums:
         """Logits, or loss sums when there are targets.
 
         Args:
-            tokens: [B, S] int64, right-padded. Causal attention keeps padding from reaching valid positions.
+            tokens: [B, S] int64, each row a document, right-padded: causal attention keeps padding from reaching valid
+                positions. With ``document_lengths`` one packed row [1, S]: documents end to end, then padding.
             targets: Labels, objective and the teacher's hidden states.
-            positions: [B, S] rotary positions; None for 0 .. S-1.
+            document_lengths: Lengths of the documents of a packed row; each is computed as if it were alone.
 
         Returns:
             [B, S, V] logits without targets, ``LossSums`` with them.
+
+        Raises:
+            ValueError: If the lengths do not fit the row or the model.
         """
+        rope_cache, spans = self.rope_cache, None
+        if document_lengths is not None:
+            spans, positions = packed_row(tokens, document_lengths, len(rope_cache))
+            rope_cache = rope_cache[positions]  # (S, 2 * head_dim)
         h = self.enter(self.tok_embeddings(tokens), self.norm)  # (B, S, D)
         for layer in self.layers.values():
-            h = layer(h, self.rope_cache, positions)
+            h = layer(h, rope_cache, spans)
         return self.output(self.leave(h, self.norm), targets)

@@ -12,8 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torchtitan.models.attention import VarlenMetadata
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Attention, FeedForward
+
+from blockgrow_titan.model.attention import WHOLE_ROWS, within_documents
 
 PLACEMENTS: dict[str, type["DecoderLayer"]] = {}
 
@@ -44,14 +47,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, args: Qwen3ModelArgs) -> None:
         super().__init__()
-        self.attention = Attention(args)
+        self.attention = within_documents(Attention(args))
         self.feed_forward = FeedForward(dim=args.dim, hidden_dim=args.hidden_dim)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """One layer: h [B, S, D] -> [B, S, D]; positions [B, S] or None for 0 .. S-1."""
-        return self.place(h, partial(self.attention, rope_cache=rope_cache, attention_masks=None, positions=positions))
+    def forward(self, h: torch.Tensor, rope_cache: torch.Tensor, spans: VarlenMetadata | None = None) -> torch.Tensor:
+        """One layer: h [B, S, D] -> [B, S, D].
+
+        Args:
+            h: The layer's input.
+            rope_cache: [>= S, 2 * head_dim], the rotary table at the positions of a row.
+            spans: The documents of a packed row; None if every row is one.
+        """
+        return self.place(h, partial(self.attention, rope_cache=rope_cache, attention_masks=spans or WHOLE_ROWS))
 
     def place(self, h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The layer's computation, with the norms in their places.

@@ -1,7 +1,7 @@
 """What the student's trainer and validator see of the teacher: submit a micro-batch, later take its hidden states.
 
-    ticket = client.submit(input_ids, labels)       # when the data iterator looks ahead
-    hidden = client.result(ticket)                  # [n_valid, D] when the micro-batch is trained on
+    ticket = client.submit(input_ids, labels, lengths)   # when the data iterator looks ahead; lengths of a packed row
+    hidden = client.result(ticket)                       # [n_valid, D] when the micro-batch is trained on
 
 ``SeparateTeacher`` sends the valid tokens to the teacher's ranks and collects the answers, so that the teacher works on
 the next micro-batches while the student trains on this one. ``ColocatedTeacher`` runs the teacher on the student's rank
@@ -10,6 +10,7 @@ when the result is taken. Both give the same numbers.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,9 @@ class Documents:
     """The valid part of a micro-batch, on CPU."""
 
     ids: Tensor
-    """[N] token ids up to each row's last label, one row after the other."""
+    """[N] token ids up to each document's last label, one document after the other."""
     lengths: Tensor
-    """[B] their number by row; sums to N."""
+    """[B] their number by document; sums to N."""
     keep: Tensor | None
     """[N] bool, which of these positions have a label; None if all have."""
 
@@ -60,6 +61,33 @@ class Documents:
         inside = positions[None, :] <= lengths[:, None]  # [B, S]
         keep = valid[inside]  # [N]
         return cls(input_ids[inside], lengths, None if bool(keep.all()) else keep)
+
+    @classmethod
+    def of_row(cls, input_ids: Tensor, labels: Tensor, document_lengths: Sequence[int]) -> "Documents":
+        """Cut a packed row to its documents.
+
+        Args:
+            input_ids: [1, N] integers, documents end to end, then padding.
+            labels: [1, N] integers, ``IGNORE_INDEX`` where nothing is to be predicted, so in all of the padding.
+            document_lengths: Of the documents.
+
+        Raises:
+            ValueError: If the shapes differ or are not those of a row, or the lengths do not fit.
+        """
+        if input_ids.shape != labels.shape or labels.ndim != 2 or len(labels) != 1:
+            raise ValueError(
+                f"input_ids {list(input_ids.shape)} and labels {list(labels.shape)} must have one shape [1, N], since "
+                "document_lengths are given"
+            )
+        lengths = torch.tensor(document_lengths, dtype=torch.int64)
+        end, valid = int(lengths.sum()), (labels[0] != IGNORE_INDEX).cpu()
+        if end > len(valid) or bool((lengths < 1).any()) or bool(valid[end:].any()):
+            raise ValueError(
+                f"document_lengths {list(document_lengths)} do not fit a row of {len(valid)} tokens: each must be at least "
+                f"1, and the labels after their sum of {end} all {IGNORE_INDEX}"
+            )
+        keep = valid[:end]  # [N]
+        return cls(input_ids[0, :end].cpu(), lengths, None if bool(keep.all()) else keep)
 
 
 @dataclass
@@ -88,17 +116,23 @@ class TeacherClient(ABC):
         self._wait_seconds = 0.0
         self._next_id = 0
 
-    def submit(self, input_ids: Tensor, labels: Tensor) -> Ticket:
+    def submit(self, input_ids: Tensor, labels: Tensor, document_lengths: Sequence[int] | None = None) -> Ticket:
         """Announce a micro-batch; returns at once.
 
         Args:
-            input_ids: [B, S] integers, right-padded.
-            labels: [B, S] integers, ``IGNORE_INDEX`` where nothing is to be predicted.
+            input_ids: [B, S] integers, right-padded; with ``document_lengths`` a packed row [1, N].
+            labels: [B, S] or [1, N] integers, ``IGNORE_INDEX`` where nothing is to be predicted.
+            document_lengths: Of the documents of a packed row.
 
         Raises:
-            ValueError: If the shapes differ or the micro-batch is larger than the job's config allows.
+            ValueError: If the shapes differ, the lengths do not fit, or the micro-batch is larger than the job's config
+                allows.
         """
-        ticket = Ticket(self._next_id, Documents.of_batch(input_ids, labels))
+        if document_lengths is None:
+            documents = Documents.of_batch(input_ids, labels)
+        else:
+            documents = Documents.of_row(input_ids, labels, document_lengths)
+        ticket = Ticket(self._next_id, documents)
         self._next_id += 1
         self._submit(ticket)
         return ticket
@@ -179,12 +213,13 @@ class SeparateTeacher(TeacherClient):
         documents = ticket.documents
         if not len(documents.ids):
             return
-        longest = int(documents.lengths.max())
-        if len(documents.lengths) > self.limits.max_rows or longest > self.limits.max_length:
+        rows, longest, limits = len(documents.lengths), int(documents.lengths.max()), self.limits
+        if rows > limits.max_rows or longest > limits.max_length or len(documents.ids) > limits.max_tokens:
             raise ValueError(
-                f"a micro-batch of {len(documents.lengths)} documents of up to {longest} tokens is larger than the "
-                f"teacher expects: training.local_batch_size and validation.local_batch_size allow "
-                f"{self.limits.max_rows} documents, training.seq_len {self.limits.max_length} tokens"
+                f"a micro-batch of {rows} documents of up to {longest} tokens, {len(documents.ids)} together, is larger than "
+                f"the teacher expects: training.local_batch_size * training.seq_len, and those of validation, allow "
+                f"{limits.max_rows} documents and {limits.max_tokens} tokens together, training.seq_len "
+                f"{limits.max_length} tokens in one"
             )
         ticket.pair = self.pairs[self._asked % len(self.pairs)]
         self._asked += 1

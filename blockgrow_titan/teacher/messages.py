@@ -64,20 +64,26 @@ class Limits:
     """Documents of a micro-batch."""
     max_length: int
     """Tokens of a document."""
+    max_tokens: int
+    """Tokens of a micro-batch, padding not counted."""
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
     """Of the hidden states."""
 
-    @property
-    def max_tokens(self) -> int:
-        return self.max_rows * self.max_length
-
     @classmethod
     def of_job(cls, job_config: Any, args: Qwen3ModelArgs) -> "Limits":
-        """The limits of a job whose teacher has the dimensions ``args``."""
-        rows = max(job_config.training.local_batch_size, job_config.validation.local_batch_size)
-        return cls(rows, job_config.training.seq_len, args.vocab_size, args.dim, teacher_dtype(job_config))
+        """The limits of a job whose teacher has the dimensions ``args``.
+
+        A micro-batch has ``local_batch_size * seq_len`` tokens at most. Only under ``documents.micro_batching = "count"``
+        does it have ``local_batch_size`` documents at most; else as many as there are tokens, since each has one.
+        """
+        training, validation = job_config.training, job_config.validation
+        sections = (training, validation) if validation.enable else (training,)
+        tokens = max(section.local_batch_size * section.seq_len for section in sections)
+        by_count = job_config.documents.micro_batching == "count"
+        rows = max(section.local_batch_size for section in sections) if by_count else tokens
+        return cls(rows, training.seq_len, tokens, args.vocab_size, args.dim, teacher_dtype(job_config))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ``build_teacher`` makes the model on the meta device without its head, shards it if asked to, and streams the weights into
 place tensor by tensor, each rank only its own shard. ``TeacherModel.hidden_states`` turns the valid tokens of some
-documents into final, normed hidden states; logits are never formed here.
+documents into final, normed hidden states, in one packed row or in padded ones; logits are never formed here.
 """
 
 import os
@@ -16,21 +16,28 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
+from blockgrow_titan.model.attention import packed_row, within_documents
 from blockgrow_titan.teacher.files import CONFIG, TeacherFiles
 from blockgrow_titan.teacher.layout import tensor_layout
 
 
-def meta_teacher(args: Qwen3ModelArgs, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Qwen3Model:
+def meta_teacher(
+    args: Qwen3ModelArgs, dtype: torch.dtype, mesh: DeviceMesh | None = None, packed: bool = False
+) -> Qwen3Model:
     """The frozen model without its head, on the meta device: it will return final, normed hidden states.
 
     Args:
         args: The model's dimensions.
         dtype: Data type of the weights.
         mesh: One-dimensional mesh of the ranks that share one copy by FSDP, or None for a full copy.
+        packed: Make it for packed rows: its ``attention_masks`` are then the spans of ``packed_row``.
     """
     with torch.device("meta"):
         model = Qwen3Model(args)
     model.output = None
+    if packed:
+        for layer in model.layers.values():
+            within_documents(layer.attention)
     model.to(dtype).requires_grad_(False).eval()
     if mesh is not None:
         # The gradients' settings do not matter here: nothing is ever reduced.
@@ -51,11 +58,14 @@ class TeacherModel:
 
     Attributes:
         sharded: True if ``hidden_states`` must be called by all ranks of a shard group together.
+        packed: True if documents are run end to end in one row; else each has a row, padded to the longest.
         num_parameters: Parameters of the whole model, the head not counted.
     """
 
-    def __init__(self, model: Qwen3Model, dtype: torch.dtype, device: torch.device, sharded: bool) -> None:
-        self.model, self.dtype, self.device, self.sharded = model, dtype, device, sharded
+    def __init__(
+        self, model: Qwen3Model, dtype: torch.dtype, device: torch.device, sharded: bool, packed: bool
+    ) -> None:
+        self.model, self.dtype, self.device, self.sharded, self.packed = model, dtype, device, sharded, packed
         self.num_parameters = sum(param.numel() for param in model.parameters())
 
     @property
@@ -66,7 +76,8 @@ class TeacherModel:
     def hidden_states(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Final, normed hidden states of documents, each seen alone from its first token.
 
-        Right padding needs no mask under causal attention, so a document's result depends on its own tokens only.
+        A document's result depends on its own tokens only: a packed row's attention stays within each document, and right
+        padding needs no mask under causal attention.
 
         Args:
             ids: [N] integers, the documents' tokens one document after the other.
@@ -84,9 +95,15 @@ class TeacherModel:
         self._check(ids, lengths)
         if not len(ids):
             if self.sharded:
-                self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+                self._run(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
             return torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        lengths = lengths[lengths > 0]
+        return self._run(ids, lengths[lengths > 0])
+
+    def _run(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        if self.packed:
+            row = ids[None].to(self.device)  # [1, N]
+            spans, positions = packed_row(row, lengths.tolist(), self.model.model_args.max_seq_len)
+            return self.model(row, spans, positions[None])[0]  # [N, D]
         mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]  # [B, S]
         tokens = torch.zeros(mask.shape, dtype=torch.int64)  # [B, S]
         tokens[mask] = ids
@@ -113,6 +130,7 @@ def build_teacher(
     device: torch.device,
     max_seq_len: int,
     mesh: DeviceMesh | None = None,
+    packed: bool = False,
 ) -> TeacherModel:
     """The teacher with its weights, frozen and in eval mode.
 
@@ -123,6 +141,7 @@ def build_teacher(
         max_seq_len: The longest document, ``training.seq_len``; RoPE's table is computed in fp32 for it.
         mesh: One-dimensional mesh of the ranks that share one copy by FSDP, or None for a full copy here. All of them
             must call together, and each reads its own shard of the files only.
+        packed: Whether it runs documents end to end in one row, or padded.
 
     Raises:
         ValueError: If ``max_seq_len`` is beyond the teacher's ``max_position_embeddings``, or a weight is not finite.
@@ -133,7 +152,7 @@ def build_teacher(
             f"{files.args.max_seq_len} ({os.path.join(files.folder, CONFIG)}): lower --training.seq_len"
         )
     args = replace(files.args, max_seq_len=max_seq_len)
-    model = meta_teacher(args, dtype, mesh)
+    model = meta_teacher(args, dtype, mesh, packed)
     model.to_empty(device=device)
     with torch.device("cpu"):
         model.rope_cache = model._precompute_rope_cache().to(device)  # [max_seq_len, 2 * head_dim], fp32
@@ -148,7 +167,7 @@ def build_teacher(
     filled = {id(param) for param in parameters.values()} | {id(model.rope_cache)}
     random = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if id(p) not in filled]
     assert not random, f"no file gave values to {', '.join(random)}"
-    return TeacherModel(model, dtype, device, sharded=mesh is not None)
+    return TeacherModel(model, dtype, device, sharded=mesh is not None, packed=packed)
 
 
 def _local_rows(files: TeacherFiles, name: str, param: DTensor) -> Tensor:

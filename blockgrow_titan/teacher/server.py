@@ -93,6 +93,7 @@ def load_teacher(files: TeacherFiles, job_config: Any, world: World, device: tor
         device=device,
         max_seq_len=job_config.training.seq_len,
         mesh=shard_mesh(world.role_size, job_config.teacher.shard_degree),
+        packed=job_config.documents.micro_batching == "packed",
     )
 
 

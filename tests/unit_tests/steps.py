@@ -126,14 +126,14 @@ def take_steps(
 
     Returns:
         On student ranks "reports" (one a step), "parameters" (before the first step and after each), "gradients" of the
-        last step, "micro_batches" and "compiled_layers".
+        last step, "micro_batches" (forwards of this rank) and "compiled_layers".
     """
 
     def noisy(batches: Iterable[Batch]) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(noise_seed)
         for input_dict, labels in batches:
             noise = torch.randint(JOB_VOCAB, labels.shape, generator=generator)
-            yield {"input": torch.where(labels == IGNORE_INDEX, noise, input_dict["input"])}, labels
+            yield {**input_dict, "input": torch.where(labels == IGNORE_INDEX, noise, input_dict["input"])}, labels
 
     with opened(rank, world_size, store, args) as trainer:
         if trainer is None:
@@ -142,6 +142,8 @@ def take_steps(
             trainer.dataloader.collator.pad_id = pad_id
         (model,) = trainer.model_parts
         parameters = [full_parameters(model)]
+        forwards = []
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
         reports = run_steps(
             trainer,
             steps,
@@ -152,7 +154,7 @@ def take_steps(
             "reports": reports,
             "parameters": parameters,
             "gradients": full_gradients(model),
-            "micro_batches": trainer.gradient_accumulation_steps,
+            "micro_batches": len(forwards),
             "compiled_layers": sum(isinstance(layer, OptimizedModule) for layer in model.layers.values()),
         }
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchtitan.config import JobConfig
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.tools.logging import logger
 
-from blockgrow_titan.job_config import Teacher
+from blockgrow_titan.job_config import Documents, Teacher
 from blockgrow_titan.teacher import bridge
 from blockgrow_titan.teacher.bridge import Inbox, connect, tell_failure
 from blockgrow_titan.teacher.messages import (
@@ -26,7 +27,7 @@ from blockgrow_titan.teacher.messages import (
 )
 from blockgrow_titan.teacher.worlds import STUDENT, TEACHER, WorldLayout, join_world
 
-LIMITS = Limits(max_rows=4, max_length=10, vocab_size=50, hidden_size=8, dtype=torch.bfloat16)
+LIMITS = Limits(max_rows=4, max_length=10, max_tokens=40, vocab_size=50, hidden_size=8, dtype=torch.bfloat16)
 VALID = [
     (TEACHER, Header(Kind.REQUEST, 7, torch.int32, (2 + 13,), rows=2)),
     (STUDENT, Header(Kind.ANSWER, 7, torch.bfloat16, (13, 8))),
@@ -96,6 +97,20 @@ def test_fuzzed_headers_are_refused_or_within_bounds():
         assert torch.equal(parsed.pack(), packed)
         assert parsed.num_bytes <= max(MAX_TEXT_BYTES, 4 * (4 + 40), 2 * 40 * 8)
     assert 0 < accepted < 4000
+
+
+@pytest.mark.parametrize(
+    ("micro_batching", "validate", "rows", "tokens"),
+    [("packed", False, 96, 96), ("balanced", True, 200, 200), ("count", True, 10, 200), ("count", False, 4, 96)],
+)
+def test_limits_of_a_job(micro_batching, validate, rows, tokens):
+    """The larger of the two splits; one-token documents may fill a micro-batch that is cut by tokens."""
+    config: Any = JobConfig()
+    config.teacher, config.documents = Teacher(dtype="float32"), Documents(micro_batching=micro_batching)
+    config.training.local_batch_size, config.training.seq_len = 4, 24
+    config.validation.local_batch_size, config.validation.seq_len, config.validation.enable = 10, 20, validate
+    limits = Limits.of_job(config, Qwen3ModelArgs(vocab_size=50, dim=8))
+    assert limits == Limits(rows, 24, tokens, 50, 8, torch.float32)
 
 
 @pytest.mark.parametrize(

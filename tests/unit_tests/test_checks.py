@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torchtitan.tools.utils import device_type
 
+from blockgrow_titan import checks
 from blockgrow_titan.checks import check_config
 from blockgrow_titan.growth.hooks import load_hooks
 from blockgrow_titan.job_config import JobConfig
@@ -106,7 +107,8 @@ PHASES = {"growth__phase_steps": [2, 2, 2], "growth__active_blocks": [1, 2, 3]}
         ({"teacher__timeout_seconds": 0}, ("teacher.timeout_seconds is 0", "at least 1")),
         ({"documents__shard_documents": 0}, ("documents.shard_documents", "is 0", "at least 1", "-1 for all")),
         ({"documents__shard_documents": -2}, ("documents.shard_documents", "is -2", "at least 1", "-1 for all")),
-        ({"documents__pad_to_multiple_of": 0}, ("documents.pad_to_multiple_of is 0", "at least 1")),
+        ({"documents__pad_to_multiple_of": 0}, ("documents.pad_to_multiple_of (or -1 to choose) is 0", "at least 1")),
+        ({"documents__micro_batching": "pack"}, ('documents.micro_batching is "pack"', "packed, balanced, count")),
         ({"documents__pad_to_multiple_of": 7}, ("documents.pad_to_multiple_of is 7", "training.seq_len = 24", "divisor")),
         (
             {"checkpoint__last_save_in_hf": True, "block_stack__placement": "pre"},
@@ -167,6 +169,14 @@ def test_bad_values(base: JobConfig, changes: dict[str, Any], words: tuple[str, 
 )
 def test_unsupported_combinations(base: JobConfig, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     assert_names(refusal(changed(base, **changes), NotImplementedError), *words)
+
+
+def test_fp32_packed_rows_are_not_compiled_on_cuda(base: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "device_type", "cuda")
+    job_config = changed(base, compile__enable=True, training__mixed_precision_param="float32")
+    assert_names(refusal(job_config, NotImplementedError), 'micro_batching is "packed"', "bfloat16", "balanced")
+    job_config.documents.micro_batching = "balanced"
+    check_config(job_config)
 
 
 @pytest.mark.skipif(device_type != "cpu", reason="an accelerator can do these")

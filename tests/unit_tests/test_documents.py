@@ -9,6 +9,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.job_config import DataLoader as DataLoaderConfig
 
 from blockgrow_titan.documents.batches import Collator, DocumentDataLoader
+from blockgrow_titan.documents.dealing import MicroBatching
 from blockgrow_titan.documents.readers import RECORD_READERS, BadDocumentError, RecordReader
 from tests.unit_tests.document_kinds import (
     END,
@@ -97,12 +98,12 @@ def test_loader_workers_read_what_one_process_reads(kind_and_path, tokenizer, re
         loader = DocumentDataLoader(
             source,
             Collator(source.end_of_document_id),
+            MicroBatching("count", 1, source.seq_len),
             offset_of_step=lambda step: step - 1,
             last_step=8,
             global_batch_size=3,
             rank=0,
             world_size=1,
-            local_batch_size=1,
             config=DataLoaderConfig(num_workers=num_workers),
         )
         micro_batches.append([(inputs["input"].tolist(), labels.tolist()) for inputs, labels in loader])

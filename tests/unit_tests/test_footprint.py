@@ -71,6 +71,7 @@ def planned_peak(rank: int, world_size: int, store: dist.Store, args: list[str],
         (1, ("--activation_checkpoint.mode", "full")),
         (2, ("--training.local_batch_size", "8", "--distill.chunk_tokens", "64")),
         (1, ("--growth.active_blocks", "3", "3", "3", "--training.local_batch_size", "8")),
+        (1, ("--documents.micro_batching", "count")),
     ],
 )
 def test_memory_is_that_of_a_real_run(
@@ -82,17 +83,21 @@ def test_memory_is_that_of_a_real_run(
     assert max(real) == pytest.approx(planned, rel=0.1)
 
 
-def test_teacher_memory_is_that_of_a_real_forward(rank_pool: RankPool) -> None:
-    job_config = parse_config(job())
+@pytest.mark.parametrize("kind", ["packed", "balanced"])
+def test_teacher_memory_is_that_of_a_real_forward(rank_pool: RankPool, kind: str) -> None:
+    args = job("grow_post.toml", "--documents.micro_batching", kind)
+    job_config = parse_config(args)
     files = open_teacher(resolve(job_config.teacher.path))
     rows = job_config.validation.local_batch_size  # the larger of the two
     with TensorBytes() as memory:
-        teacher = build_teacher(files, dtype=torch.float32, device=torch.device("cpu"), max_seq_len=SEQ_LEN)
+        teacher = build_teacher(
+            files, dtype=torch.float32, device=torch.device("cpu"), max_seq_len=SEQ_LEN, packed=kind == "packed"
+        )
         weights = memory.live
         memory.reset_peak()
-        teacher.model(torch.zeros(rows, SEQ_LEN, dtype=torch.int64))
+        teacher.hidden_states(torch.zeros(rows * SEQ_LEN, dtype=torch.int64), torch.full((rows,), SEQ_LEN))
         peak = memory.peak
-    planned = rank_pool.run(_planned_teacher, 1, args=job())[0]
+    planned = rank_pool.run(_planned_teacher, 1, args=args)[0]
     assert planned[0] == pytest.approx(weights, rel=0.01)
     assert planned[1] == pytest.approx(peak, rel=0.1)
 

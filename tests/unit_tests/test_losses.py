@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+from blockgrow_titan.documents.dealing import MICRO_BATCHING
 from blockgrow_titan.metrics import METRICS_FILE, read_events
 from blockgrow_titan.model.init import named_parameters, write_full
 from tests.unit_tests.jobs import arguments, losses, run_job, train_events, without_teacher
@@ -74,29 +75,26 @@ def bench(rank_pool: RankPool, workspace: Path, teacher: Path, tmp_path: Path) -
 # ---- invariant 3
 
 
-# world size, teacher ranks, local batch size, micro-batches: 8 documents do not divide by 3 ranks
-SPLITS = [
-    (1, 0, 8, 1),
-    (1, 0, 1, 8),
-    (2, 0, 8, 1),
-    (2, 0, 1, 4),
-    (3, 0, 8, 1),
-    (3, 0, 1, 3),
-    (2, 1, 3, 3),
-    (3, 1, 1, 4),
-]
+# world size, teacher ranks, local batch size, micro-batches: 8 documents, one empty, do not divide by 3 ranks
+SPLITS = {
+    "count": [(1, 0, 8, 1), (1, 0, 1, 8), (2, 0, 1, 4), (3, 0, 8, 1), (3, 0, 1, 3), (2, 1, 3, 3)],
+    "packed": [(1, 0, 8, 1), (1, 0, 1, 3), (2, 0, 8, 1), (2, 0, 1, 2), (3, 0, 1, 1), (2, 1, 1, 3), (3, 1, 1, 2)],
+    "balanced": [(1, 0, 1, 4), (2, 0, 2, 2), (3, 1, 1, 2)],
+}
 
 
 @BOTH
-def test_one_batch_has_one_loss_however_it_is_split(bench: Bench, placement: str) -> None:
+@pytest.mark.parametrize("kind", MICRO_BATCHING)
+def test_one_batch_has_one_loss_however_it_is_split(bench: Bench, placement: str, kind: str) -> None:
     expected = bench.plain(placement)
     assert len(set(expected.lengths)) > 5 and 0 in expected.lengths
     first: dict[str, Any] = {}
-    for world_size, teacher_ranks, local_batch_size, micro_batches in SPLITS:
+    for world_size, teacher_ranks, local_batch_size, micro_batches in SPLITS[kind]:
         result = bench.take(
             world_size,
             block_stack__placement=placement,
             teacher__ranks=teacher_ranks,
+            documents__micro_batching=kind,
             training__local_batch_size=local_batch_size,
         )
         assert result["micro_batches"] == micro_batches
@@ -290,8 +288,14 @@ def test_kl_vanishes_where_student_and_teacher_agree(bench: Bench, world_size: i
 
 @BOTH
 @MAIN_LAYOUTS
-def test_padding_changes_nothing(bench: Bench, placement: str, world_size: int, teacher_ranks: int) -> None:
-    common = {"block_stack__placement": placement, "teacher__ranks": teacher_ranks, "training__local_batch_size": 3}
+@pytest.mark.parametrize("kind", ["packed", "count"])
+def test_padding_changes_nothing(bench: Bench, placement: str, world_size: int, teacher_ranks: int, kind: str) -> None:
+    common = {
+        "block_stack__placement": placement,
+        "teacher__ranks": teacher_ranks,
+        "training__local_batch_size": 3,
+        "documents__micro_batching": kind,
+    }
     expected = bench.plain(placement)
     plain = bench.take(world_size, **common)
     assert_step_is(plain, expected)
@@ -299,10 +303,10 @@ def test_padding_changes_nothing(bench: Bench, placement: str, world_size: int, 
     assert longer["reports"][0]["processed_tokens"] > plain["reports"][0]["processed_tokens"]
     assert_step_is(longer, expected)
     for options in ({"pad_id": 5}, {"noise_seed": 1}):  # the same shapes: bit for bit
-        other = bench.take(world_size, options, **common)
+        other = bench.take(world_size, options, **common, documents__pad_to_multiple_of=24)
         for name in ("loss", "ce", "kl", "kd", "grad_norm"):
-            assert other["reports"][0][name] == plain["reports"][0][name], (options, name)
-        assert_same_gradients(other["gradients"], plain["gradients"], rel=0)
+            assert other["reports"][0][name] == longer["reports"][0][name], (options, name)
+        assert_same_gradients(other["gradients"], longer["gradients"], rel=0)
 
 
 def test_padding_gives_a_trained_embedding_no_gradient(bench: Bench) -> None:

@@ -34,6 +34,7 @@ FREE = {
     "teacher.shard_degree",
     "teacher.prefetch",
     "teacher.timeout_seconds",
+    "documents.micro_batching",
     "documents.pad_to_multiple_of",
     "optimizer.implementation",
     "optimizer.early_step_in_backward",

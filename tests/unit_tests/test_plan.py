@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from blockgrow_titan import planning
-from blockgrow_titan.documents.batches import deal
+from blockgrow_titan.documents.dealing import MicroBatching
 from blockgrow_titan.growth.schedule import Phase, schedule_of
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.model.model import BlockStackModel
@@ -83,12 +84,13 @@ def test_time_traffic_and_tokens(grow_8b: Plan) -> None:
     for phase in grow_8b.phases:
         student, teacher = grow_8b.world_seconds(phase.step)
         assert (student, teacher) == pytest.approx((phase.step.student / rate, phase.step.teacher / rate))
-        busiest = 605 / (4833 / 8)  # of 4,833 documents over 8 ranks
-        validation = busiest * max(phase.validation.student, phase.validation.teacher) / rate
+        validation = max(phase.validation.student, phase.validation.teacher) / rate
         assert grow_8b.seconds(phase) == pytest.approx(50_000 * max(student, teacher) + 26 * validation)
         assert phase.validation.teacher == pytest.approx(phase.step.teacher * 4833 / 64)
     # 2 FLOPs a parameter of the body and token, and the two products of attention
-    expected = 64 * 972 * (2 * 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288) + 36 * 4 * 972 * 4096)
+    length = round(972 / grow_8b.valid_share)  # a row's padding, shared among its documents
+    assert 972 <= length <= 974
+    expected = 64 * length * (2 * 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288) + 36 * 4 * length * 4096)
     assert grow_8b.phases[0].step.teacher == pytest.approx(expected)
     assert grow_8b.phases[0].step.student < grow_8b.phases[1].step.student < grow_8b.phases[2].step.student
 
@@ -131,23 +133,34 @@ def test_a_better_division_is_found(grow_8b: Plan) -> None:
 
 @pytest.mark.parametrize(("students", "teachers"), [(8, 8), (7, 9), (9, 7), (3, 13), (14, 2), (4, 0)])
 def test_the_busiest_rank_of_each_world(students: int, teachers: int) -> None:
-    """Against the deal of as many steps as even out a student's turns: 64 documents, one a micro-batch."""
+    """Against the deal of as many steps as even out a student's turns: 64 equal documents, one a micro-batch."""
     layout, steps = WorldLayout(students, teachers), 60
+    deal = MicroBatching("count", 1, 10).deal([10] * 64, students)
     asked = [0] * students
     served = [0] * max(1, teachers)
     for _ in range(steps):
         for student in range(students):
             serving = layout.teachers_of(student)
-            for _ in [batch for batch in deal(list(range(64)), student, students, 1) if batch and serving]:
+            for _ in [batch for batch in deal[student] if batch and serving]:
                 served[serving[asked[student] % len(serving)]] += 1
                 asked[student] += 1
-    busiest = max(len(deal(list(range(64)), student, students, 1)) for student in range(students))
-    assert busiest_documents(layout, 64) == (busiest, pytest.approx(max(served) / steps))
+    busiest = max(map(len, deal))
+    assert busiest_documents(layout, 64, True) == (busiest, pytest.approx(max(served) / steps))
+
+
+def test_equal_work_for_the_ranks() -> None:
+    """Unless dealt by count, a rank has its share of the work, but not less than one document."""
+    assert busiest_documents(WorldLayout(6, 4), 64, False) == (pytest.approx(64 / 6), pytest.approx(2 * 64 / 6))
+    assert busiest_documents(WorldLayout(9, 0), 64, False)[0] == pytest.approx(64 / 9)
+    assert busiest_documents(WorldLayout(100, 0), 64, False)[0] == 1
+    assert busiest_documents(WorldLayout(2, 2), 0, False) == (0, 0)
 
 
 def test_uneven_divisions_and_fixed_degrees(grow_8b: Plan) -> None:
     """Of ten teachers of six students, two serve a student each and alone: 10 documents, where eight of eight have 8."""
-    bound = dataclasses.replace(grow_8b, phases=grow_8b.phases[:1])  # by the teacher
+    by_count = copy.deepcopy(grow_8b.job_config)
+    by_count.documents.micro_batching = "count"
+    bound = dataclasses.replace(grow_8b, job_config=by_count, phases=grow_8b.phases[:1])  # by the teacher
     step = bound.phases[0].step
     slower = bound.world_seconds(step, WorldLayout(6, 10))[1]
     assert slower == pytest.approx(10 / 8 * bound.world_seconds(step)[1])
@@ -177,22 +190,22 @@ def test_equal_phases_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.phases[0].memory == plan.phases[2].memory
 
 
-@pytest.mark.parametrize("ngpu", [1, 2])
-def test_the_largest_micro_batch_fits(ngpu: int) -> None:
+@pytest.mark.parametrize(("ngpu", "kind", "whole"), [(1, "packed", 13), (2, "packed", 13), (2, "count", 16)])
+def test_the_largest_micro_batch_fits(ngpu: int, kind: str, whole: int) -> None:
     """Student and teacher of that many documents fit on the GPU, and those of one document more do not."""
     overrides = ("--teacher.ranks", str(ngpu - 1), "--validation.local_batch_size", "1")
     small = ("--distill.chunk_tokens", "64", "--growth.active_blocks", "3", "--growth.phase_steps", "180")
 
     def planned(documents: int, memory: float) -> Plan:
         given = Assumptions(Hardware(165e12, memory), 0.4, 200)
-        batch = ("--training.local_batch_size", str(documents))
+        batch = ("--training.local_batch_size", str(documents), "--documents.micro_batching", kind)
         return plan_of("train_configs/grow_post.toml", ngpu, *overrides, *small, *batch, given=given)
 
     most = planned(4, memory := 0.25 * GIB).largest_micro_batch
-    assert 4 < most < 16
+    assert 4 < most < whole
     for documents, fits in ((most, True), (most + 1, False)):
         assert ("does not fit" not in "\n".join(render(planned(documents, memory), "x", "small"))) == fits
-    assert planned(4, GIB).largest_micro_batch == 16  # all of a step
+    assert planned(4, GIB).largest_micro_batch == whole  # all of a step: 16 documents, of 200 in 256 tokens
 
 
 def test_one_gpu_colocated() -> None:
@@ -223,9 +236,31 @@ def test_without_a_teacher() -> None:
 
 
 def test_padding_is_that_of_drawn_lengths() -> None:
-    assert valid_share(1, 972, 8192) == 1.0
-    shares = [valid_share(documents, 972, 8192) for documents in (2, 4, 8)]
+    """By count, documents padded to the longest; balanced, of near-equal length; packed, none but that of the multiple."""
+
+    def share(kind: str, documents: int, multiple: int = 1) -> float:
+        changes = ("--documents.micro_batching", kind, "--training.local_batch_size", str(documents))
+        changes += ("--documents.pad_to_multiple_of", str(multiple))
+        return valid_share(parse_config(["--job.config_file", str(REPOSITORY / GROW_8B), *changes]), 972, 8)
+
+    assert share("count", 1) == 1.0
+    shares = [share("count", documents) for documents in (2, 4, 8)]
     assert shares == sorted(shares, reverse=True) and 0.3 < shares[-1] < 0.45
+    lengths = np.minimum(np.random.default_rng(1).lognormal(np.log(972) - 0.5, 1.0, size=(20_000, 8)), 8192)
+    assert shares[-1] == pytest.approx(lengths.mean() / lengths.max(axis=1).mean(), rel=0.05)
+    assert shares[-1] < share("balanced", 8) < 1.0 == share("packed", 8)
+    assert 0.98 < share("packed", 1, multiple=128) < 1.0
+
+
+def test_words_for_each_way_of_cutting() -> None:
+    printed = {}
+    for kind in ("packed", "balanced", "count"):
+        plan = plan_of("train_configs/teacher.toml", 1, "--documents.micro_batching", kind)
+        printed[kind] = "\n".join(render(plan, "x", "h100"))
+        assert f"{plan.valid_share:.0%} of the micro-batches' tokens are then valid" in printed[kind]
+    assert re.search(r"for each rank in packed micro-batches of at most [\d,]+ tokens", printed["packed"])
+    assert re.search(r"for each rank in micro-batches of \d+ documents", printed["count"])
+    assert "pad more" in printed["balanced"] and "pad more" in printed["count"] and "pad more" not in printed["packed"]
 
 
 @pytest.mark.parametrize(

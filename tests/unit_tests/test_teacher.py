@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 
-from blockgrow_titan.job_config import Teacher
+from blockgrow_titan.job_config import Documents, Teacher
 from blockgrow_titan.teacher import server
 from blockgrow_titan.teacher.bridge import Inbox, Message
 from blockgrow_titan.teacher.client import SeparateTeacher, build_teacher_client
@@ -31,11 +31,12 @@ def teachers(tmp_path_factory) -> dict:
     return make_teachers(tmp_path_factory.mktemp("teachers"))
 
 
-def _config(folder: str, dump_folder: str, **teacher) -> JobConfig:
+def _config(folder: str, dump_folder: str, micro_batching: str = "packed", **teacher) -> JobConfig:
     config = JobConfig()
     config.job.dump_folder = dump_folder
     config.training.seq_len = SEQ_LEN
-    config.training.local_batch_size = config.validation.local_batch_size = 4
+    config.training.local_batch_size = 4
+    config.documents = Documents(micro_batching=micro_batching)
     config.teacher = Teacher(path=folder, **({"dtype": "float32", "timeout_seconds": 60} | teacher))
     return config
 
@@ -55,6 +56,16 @@ def _batches(student: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             labels[:, ::3] = IGNORE_INDEX
         batches.append((input_ids, labels))
     return batches
+
+
+def _packed(input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The same documents as a packed row with two tokens of padding."""
+    ends = [max([0, *(i + 1 for i, label in enumerate(row) if label != IGNORE_INDEX)]) for row in labels.tolist()]
+    rows = [
+        torch.cat([*(row[:end] for row, end in zip(batch, ends, strict=True)), torch.full((2,), fill)])
+        for batch, fill in ((input_ids, 5), (labels, IGNORE_INDEX))
+    ]
+    return rows[0][None], rows[1][None], tuple(end for end in ends if end)
 
 
 def _expected(model, student: int) -> list[torch.Tensor]:
@@ -89,6 +100,9 @@ def _job(rank: int, world_size: int, store: dist.Store, folder: str, dump_folder
         assert client.pop_wait_seconds() > 0.0 and client.pop_wait_seconds() == 0.0
         again = client.result(client.submit(*batches[0]))  # validation, between two requests of training
         assert torch.equal(again, results[0])
+        for n in range(4):
+            row = client.result(client.submit(*_packed(*batches[n])))
+            torch.testing.assert_close(row, results[n], rtol=0, atol=1e-5)
         client.submit(*batches[2])  # asked ahead, never taken
         client.close()
         client.close()
@@ -102,13 +116,24 @@ def _job(rank: int, world_size: int, store: dist.Store, folder: str, dump_folder
     "world_size, teacher",
     [
         (2, {"ranks": 1}),
+        (2, {"ranks": 1, "micro_batching": "count"}),
         (3, {"ranks": -1}),
         (3, {"ranks": 2}),
         (3, {"ranks": 2, "shard_degree": 2}),
         (2, {"ranks": 0}),
         (2, {"ranks": 0, "shard_degree": 2}),
+        (2, {"ranks": 0, "shard_degree": 2, "micro_batching": "balanced"}),
     ],
-    ids=["1+1", "2+1", "1+2", "1+2 sharded", "colocated", "colocated sharded"],
+    ids=[
+        "1+1",
+        "1+1 padded",
+        "2+1",
+        "1+2",
+        "1+2 sharded",
+        "colocated",
+        "colocated sharded",
+        "colocated sharded padded",
+    ],
 )
 def test_every_layout_gives_the_hidden_states_of_transformers(rank_pool, teachers, tmp_path, world_size, teacher):
     folder, reference = teachers["untied"]
@@ -122,7 +147,7 @@ def test_every_layout_gives_the_hidden_states_of_transformers(rank_pool, teacher
         for got, want in zip(results, expected, strict=len(results) == len(expected)):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
         assert results[1].shape == (0, DIM)
-        asked += len(expected) - 1 + 1  # all but the empty one, and the first once more
+        asked += len(expected) - 1 + 1 + 3  # all but the empty one, the first once more, and three packed rows
     served = reports[layout.num_students :]
     if served:  # what was asked ahead and never taken may or may not have been answered
         assert asked <= sum(requests for requests, _ in served) <= asked + layout.num_students
@@ -176,8 +201,8 @@ def _wrong_job(rank: int, world_size: int, store: dist.Store, folder: str, dump_
             client.pairs[0].close()
             return []
         if fault == "large":
-            batch = torch.ones(5, 3, dtype=torch.int64)
-            client.submit(batch, batch)
+            row = torch.ones(1, 4 * SEQ_LEN + 1, dtype=torch.int64)
+            client.submit(row, row, (SEQ_LEN, SEQ_LEN, SEQ_LEN, SEQ_LEN, 1))
         if fault == "silence":
             threading.Event().wait(1.5)  # longer than timeout_seconds, before the first request and between two
         hidden = client.result(client.submit(*_batches(0)[0]))
@@ -269,7 +294,8 @@ def test_a_micro_batch_larger_than_the_config_allows_is_refused(rank_pool, teach
         _wrong_job, 3, folder=str(teachers["tied"][0]), dump_folder=str(tmp_path), fault="large"
     )
     for (text,) in students:
-        assert text.startswith("ValueError: a micro-batch of 5 documents") and "training.local_batch_size" in text
+        assert text.startswith("ValueError: a micro-batch of 5 documents of up to 24 tokens, 97 together, is larger")
+        assert "training.local_batch_size * training.seq_len, and those of validation, allow 96 documents" in text
     assert teacher[0].startswith("PeerFailed: student rank")
 
 

@@ -143,13 +143,26 @@ def test_a_checkpoint_of_torchs_own_saving_is_a_teacher(teachers, tmp_path):
 
 
 def test_a_document_does_not_depend_on_its_batch(teachers):
-    teacher = build_teacher(
-        open_teacher(str(teachers["tied"][0])), dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN
-    )
-    ids, lengths = _documents([5, 20, 11, SEQ_LEN])
-    together = teacher.hidden_states(ids, lengths)
-    alone = [teacher.hidden_states(d, torch.tensor([len(d)])) for d in ids.split(lengths.tolist())]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    """Packed, padded and one document at a time; nothing of a document reaches another."""
+    folder, reference = teachers["tied"]
+    files = open_teacher(str(folder))
+    ids, lengths = _documents([5, 20, 0, 1, 11, SEQ_LEN])
+    expected, _ = _reference(reference, ids, lengths)
+    for packed in (False, True):
+        teacher = build_teacher(files, dtype=torch.float32, device=CPU, max_seq_len=SEQ_LEN, packed=packed)
+        shapes: list[torch.Size] = []
+        teacher.model.tok_embeddings.register_forward_pre_hook(lambda _, args, seen=shapes: seen.append(args[0].shape))
+        together = teacher.hidden_states(ids, lengths)
+        assert shapes == [torch.Size([1, 61] if packed else [5, SEQ_LEN])]
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        alone = [teacher.hidden_states(d, torch.tensor([len(d)])) for d in ids.split(lengths.tolist())]
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+        changed = ids.clone()
+        changed[5:25] = (changed[5:25] + 1) % VOCAB  # the second document
+        same = torch.ones(61, dtype=torch.bool)
+        same[5:25] = False
+        after = teacher.hidden_states(changed, lengths)
+        assert torch.equal(after[same], together[same]) and not torch.equal(after[5:25], together[5:25])
 
 
 def test_teacher_is_frozen_and_in_its_dtype(teachers):
@@ -209,3 +222,21 @@ def test_documents_of_a_batch():
         assert documents.ids.tolist() == [] and documents.lengths.tolist() == [0] * shape[0] and documents.keep is None
     with pytest.raises(ValueError, match="one shape"):
         Documents.of_batch(input_ids, labels[:, 1:])
+
+
+def test_documents_of_a_row():
+    ignored = IGNORE_INDEX
+    input_ids = torch.tensor([[1, 2, 3, 4, 5, 6, 0]])
+    labels = torch.tensor([[2, 3, 4, 8, ignored, 9, ignored]])
+    documents = Documents.of_row(input_ids, labels, (3, 3))
+    assert documents.ids.tolist() == [1, 2, 3, 4, 5, 6] and documents.lengths.tolist() == [3, 3]
+    assert documents.keep is not None and documents.keep.tolist() == [True, True, True, True, False, True]
+    assert Documents.of_row(input_ids[:, :4], labels[:, :4], (4,)).keep is None
+    documents = Documents.of_row(input_ids, torch.full_like(labels, ignored), ())
+    assert documents.ids.tolist() == [] and documents.lengths.tolist() == []
+    for lengths in ((3, 2), (6, 2), (3, 0, 3)):  # a label after the end, beyond the row, nothing in one
+        with pytest.raises(ValueError, match="do not fit a row of 7 tokens: each must be at least 1"):
+            Documents.of_row(input_ids, labels, lengths)
+    for inputs, wrong in ((input_ids, labels[:, 1:]), (input_ids.repeat(2, 1), labels.repeat(2, 1))):
+        with pytest.raises(ValueError, match=r"one shape \[1, N\], since document_lengths"):
+            Documents.of_row(inputs, wrong, (3, 3))
