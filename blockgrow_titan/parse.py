@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import os
 import re
 import tomllib
@@ -74,7 +75,7 @@ class GrowthConfigManager(ConfigManager):
 def _option(args: list[str], name: str) -> str | None:
     """The value of ``--name value`` or ``--name=value`` on the command line, with underscores or hyphens."""
     spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in itertools.zip_longest(args, args[1:]):
         option, equals, value = arg.partition("=")
         if option in spellings:
             return value if equals else following

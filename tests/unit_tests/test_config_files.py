@@ -142,3 +142,7 @@ def test_documents_are_refused_in_one_line(rank_pool: RankPool, workspace: Path,
     with pytest.raises(RankError, match=r"ConfigError: documents.shard_documents = 1000, but .* holds 40 documents"):
         rank_pool.run(run_job, 2, args=args)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_without_any_argument_the_config_is_torchtitans() -> None:
+    assert parse_config([]).job.config_file is None
