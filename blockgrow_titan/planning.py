@@ -191,10 +191,11 @@ def busiest_documents(layout: WorldLayout, documents: int, by_count: bool) -> tu
         in_turn = len(range(student, documents, layout.num_students))
         return in_turn if by_count else max(documents / layout.num_students, min(1, in_turn))
 
-    of_teacher = [0.0] * max(1, layout.num_teachers)
-    for student, teacher in layout.routes():
-        of_teacher[teacher] += of_student(student) / len(layout.teachers_of(student))
-    return of_student(0), max(of_teacher)
+    students, teachers = layout.num_students, layout.num_teachers
+    if students >= teachers:  # the first teacher serves the most students, and of them those with the most documents
+        return of_student(0), sum(of_student(s) for s in range(0, students, teachers)) if teachers else 0.0
+    # of the students with equally many teachers the first has the most documents: student 0, or the first with one fewer
+    return of_student(0), max(of_student(s) / len(layout.teachers_of(s)) for s in (0, teachers % students))
 
 
 def valid_share(job_config: JobConfig, mean: float, student_ranks: int) -> float:
