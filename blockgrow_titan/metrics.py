@@ -10,6 +10,7 @@ after the checkpoint's step are dropped (they will be written again) and TensorB
 import json
 import math
 import os
+import shutil
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 METRICS_FILE = "metrics.jsonl"
 DIAGNOSTICS_FILE = "diagnostics.jsonl"
 SUMMARY_FILE = "summary.json"
+TAIL_BYTES = 1 << 16  # of a file, read first where only its last lines matter
 _NOT_LOGGED = ("step", "phase", "active_blocks", "active_layers", "seconds")  # in events, not in TensorBoard
 
 
@@ -72,13 +74,36 @@ class EventFile:
         self.file: Any = None
 
     def take_up(self, step: int, phase: int) -> list[dict[str, Any]]:
-        """Drop every line that will be written again (all of them at step 0); returns those that are kept."""
-        events = keep_until(read_events(self.path), step, phase) if step > 0 else []
-        with open(f"{self.path}.tmp", "w") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
-        os.replace(f"{self.path}.tmp", self.path)
+        """Drop every line that will be written again (all of them at step 0); returns what is kept of ``step`` itself.
+
+        Lines stand in the order of their steps, so only the end of the file is parsed, however long the run has been.
+        """
+        end, kept = self._kept_end(step, phase) if step > 0 and os.path.exists(self.path) else (0, [])
+        temporary = f"{self.path}.tmp"
+        if end:
+            shutil.copyfile(self.path, temporary)
+        with open(temporary, "ab") as file:
+            file.truncate(end)
+        os.replace(temporary, self.path)
         self.file = open(self.path, "a", buffering=1)
-        return events
+        return kept
+
+    def _kept_end(self, step: int, phase: int) -> tuple[int, list[dict[str, Any]]]:
+        """Where the lines that are kept end, and those of them that are of ``step``."""
+        size, block = os.path.getsize(self.path), TAIL_BYTES
+        with open(self.path, "rb") as file:
+            while True:
+                start = max(0, size - block)
+                file.seek(start)
+                skipped = len(file.readline()) if start else 0  # the rest of a line whose beginning was not read
+                lines = file.read().splitlines(keepends=True)
+                events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last may have been cut
+                if not start or (events and events[0]["step"] < step):
+                    break
+                block *= 4
+        kept = keep_until(events, step, phase)
+        end = start + skipped + sum(len(line) for line in lines[: len(kept)])
+        return end, [event for event in kept if event["step"] == step]
 
     def write(self, event: dict[str, Any]) -> None:
         """Append a line; without effect before ``take_up``."""
@@ -120,17 +145,16 @@ class GrowthMetricsProcessor(MetricsProcessor):
         self.logger = _build_loggers(self.job_config, purge_step=step)
         for event in events:
             kind = event["event"]
-            if event["step"] == step and (kind == "validation" or (kind == "train" and self.should_log(step))):
+            if kind == "validation" or (kind == "train" and self.should_log(step)):
                 values = {
                     f"{kind}/{k}": v for k, v in event.items() if isinstance(v, int | float) and k not in _NOT_LOGGED
                 }
                 self.logger.log(values, step)
         if self.job_config.diagnostics.enable or os.path.exists(self.diagnostics.path):
             for record in self.diagnostics.take_up(step, phase.index):
-                if record["step"] == step:
-                    self._show_diagnostics(step, record)
+                self._show_diagnostics(step, record)
         if step > 0:
-            if not any(event["event"] == "checkpoint" and event["step"] == step for event in events):
+            if not any(event["event"] == "checkpoint" for event in events):
                 self._write("checkpoint", step)  # the run was killed between the save and its line
             self._write("resume", step)
 

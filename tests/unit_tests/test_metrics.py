@@ -5,7 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from blockgrow_titan import metrics
 from blockgrow_titan.metrics import (
+    EventFile,
     closing_table,
     duration,
     keep_until,
@@ -58,6 +62,29 @@ def test_resume_keeps_what_will_not_come_again() -> None:
     assert keep_until(EVENTS, 2, 0) == EVENTS[:5]  # growth and the next phase's first validation come again
     assert keep_until(EVENTS, 3, 1) == EVENTS[:8]
     assert keep_until(EVENTS, 4, 1) == EVENTS
+
+
+@pytest.mark.parametrize("tail_bytes", [1, 150, 400, 1 << 16])
+@pytest.mark.parametrize(("step", "phase"), [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 1), (9, 1)])
+def test_a_file_is_taken_up_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail_bytes: int, step: int, phase: int
+) -> None:
+    """Whatever is read of it at a time, what stays is what ``keep_until`` keeps of all of it."""
+    monkeypatch.setattr(metrics, "TAIL_BYTES", tail_bytes)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in EVENTS) + '{"event": "tra')
+    kept = keep_until(EVENTS, step, phase) if step else []
+    file = EventFile(str(path))
+    assert file.take_up(step, phase) == [event for event in kept if event["step"] == step]
+    file.write({"event": "resume", "step": step})
+    file.file.close()
+    assert read_events(str(path)) == [*kept, {"event": "resume", "step": step}]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_is_taken_up_where_there_is_none(tmp_path: Path) -> None:
+    for step in (0, 3):
+        assert EventFile(str(tmp_path / f"{step}.jsonl")).take_up(step, 0) == []
 
 
 def test_summary_counts_by_phase_and_takes_the_endpoint() -> None:
