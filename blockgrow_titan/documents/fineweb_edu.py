@@ -16,8 +16,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow
-import pyarrow.compute
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from blockgrow_titan.documents.records import ReaderConfig, TextReader
@@ -106,6 +104,9 @@ class FineWebEduReader(TextReader):
 
     def _check_disjoint(self, field: str) -> None:
         """No id may be both held out and trained on."""
+        import pyarrow
+        import pyarrow.compute
+
         rows, first = self._rows, self._first
         held_out = pyarrow.concat_arrays(
             [pyarrow.array([], pyarrow.large_string()), *(rows.record_ids(a, b) for a, b, _ in rows.pieces(0, first))]

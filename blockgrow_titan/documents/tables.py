@@ -8,9 +8,8 @@ import os
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from blockgrow_titan.documents.records import (
@@ -22,6 +21,9 @@ from blockgrow_titan.documents.records import (
     require_text_column,
 )
 from blockgrow_titan.paths import PACKAGE_PREFIX, resolve
+
+if TYPE_CHECKING:  # loaded by the readers below, for runs on tables only
+    import pyarrow
 
 ID_COLUMN = "id"
 _ROWS_AT_A_TIME = 65_536
@@ -35,7 +37,7 @@ class TableReader(TextReader):
         """Yield rows ``first`` to ``last`` - 1 in pieces (start, stop, whether they have ids) that are read at once."""
 
     @abstractmethod
-    def record_ids(self, start: int, stop: int) -> pyarrow.Array:
+    def record_ids(self, start: int, stop: int) -> "pyarrow.Array":
         """Return the ``id`` of the rows of one piece, as strings; reads no other column."""
 
     def keys(self, first: int, last: int, tokenizer: HuggingFaceTokenizer) -> Iterator[bytes]:
@@ -48,12 +50,14 @@ class TableReader(TextReader):
                 yield from super().keys(start, stop, tokenizer)
 
     @staticmethod
-    def _check_columns(schema: pyarrow.Schema, config: ReaderConfig, where: str, needs_ids: bool) -> bool:
+    def _check_columns(schema: "pyarrow.Schema", config: ReaderConfig, where: str, needs_ids: bool) -> bool:
         """Return whether a table has an ``id``, after checking that it has what it must have.
 
         Raises:
             BadDocumentError: If it lacks the text column, or the ``id`` that ``needs_ids`` asks for.
         """
+        import pyarrow
+
         require_text_column(schema.names, config.text_column, where)
         kind = schema.field(ID_COLUMN).type if ID_COLUMN in schema.names else None
         usable = kind is not None and (pyarrow.types.is_integer(kind) or _is_string(kind))
@@ -66,11 +70,15 @@ class TableReader(TextReader):
         return usable
 
 
-def _is_string(kind: pyarrow.DataType) -> bool:
+def _is_string(kind: "pyarrow.DataType") -> bool:
+    import pyarrow
+
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
 
 
-def _as_strings(column: pyarrow.ChunkedArray) -> pyarrow.Array:
+def _as_strings(column: "pyarrow.ChunkedArray") -> "pyarrow.Array":
+    import pyarrow
+
     column = column.cast(pyarrow.large_string()).combine_chunks()
     return column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
 
@@ -108,7 +116,7 @@ class ParquetReader(TableReader):
         self._open = OpenPerProcess(ParquetFile)
         self._cached: dict[str, tuple[int, Any]] = {}  # column: row group, its values
 
-    def _column(self, group: int, name: str) -> pyarrow.ChunkedArray:
+    def _column(self, group: int, name: str) -> "pyarrow.ChunkedArray":
         cached_group, column = self._cached.get(name, (-1, None))
         if group != cached_group:
             file, group_of_file, *_ = self._groups[group]
@@ -142,7 +150,7 @@ class ParquetReader(TableReader):
             yield first, stop, self._groups[group][-1]
             first = stop
 
-    def record_ids(self, start: int, stop: int) -> pyarrow.Array:
+    def record_ids(self, start: int, stop: int) -> "pyarrow.Array":
         group, row = self._group_and_row(start)
         return _as_strings(self._column(group, ID_COLUMN).slice(row, stop - start))
 
@@ -198,6 +206,6 @@ class DatasetsReader(TableReader):
         for start in range(first, last, _ROWS_AT_A_TIME):
             yield start, min(last, start + _ROWS_AT_A_TIME), self._ids is not None
 
-    def record_ids(self, start: int, stop: int) -> pyarrow.Array:
+    def record_ids(self, start: int, stop: int) -> "pyarrow.Array":
         assert self._ids is not None
         return _as_strings(self._ids[start:stop][ID_COLUMN])

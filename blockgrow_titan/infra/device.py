@@ -19,8 +19,14 @@ HAS_ACCELERATOR = torch._utils._get_available_device_type() is not None
 if not HAS_ACCELERATOR:
     torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan reads it once, at import
 
-import torchtitan.components.metrics as titan_metrics  # noqa: E402
-import torchtitan.tools.utils as titan_utils  # noqa: E402
+from blockgrow_titan.infra.imports import titan_on_demand  # noqa: E402
+
+with titan_on_demand():  # those that load what may never be needed
+    import torchtitan.components.metrics as titan_metrics
+    import torchtitan.components.validate
+    import torchtitan.models.attention
+    import torchtitan.models.qwen3  # noqa: F401
+    import torchtitan.tools.utils as titan_utils
 
 
 class ProcessMemoryMonitor:
