@@ -119,14 +119,12 @@ class GrowthTrainer(Trainer):
     # What a phase is made of: each is used at start and again at growth.
 
     def build_model(self, args: BlockStackArgs) -> nn.Module:
-        """A model for ``args``, parallelised and allocated; its buffers are filled, its parameters are not."""
-        offload = self.job_config.training.enable_cpu_offload
+        """A model for ``args``, parallelised, buffers filled, parameters on the meta device (see ``growth/rebuild.py``)."""
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[self.job_config.training.dtype]):
             model = self.train_spec.model_cls(args)
         build_model_converters(self.job_config, self.parallel_dims).convert(model)
         model = self.train_spec.parallelize_fn(model, self.parallel_dims, self.job_config)
-        model.to_empty(device="cpu" if offload else self.device.type)
-        model.init_buffers(self.device if offload else None)
+        model.init_buffers(self.device)
         return model.train()
 
     def build_optimizers(self) -> None:

@@ -29,11 +29,15 @@ class PhaseHook:
 
 
 class RebuildModel(PhaseHook):
-    """Builds the deeper model around the carried shards. Without a change of depth the model object stays."""
+    """Builds the deeper model around the carried shards. Without a change of depth the model object stays.
+
+    Until ``Rewire`` lets it go, the old model is there too, but its parameters' memory is the new model's.
+    """
 
     def after_phase(self, trainer: "GrowthTrainer", old: Phase, new: Phase) -> None:
         if (old.active_blocks, old.frozen_blocks) == (new.active_blocks, new.frozen_blocks):
             return
+        trainer.optimizers.zero_grad()  # as the next step would; the new block may take the gradients' memory
         args = trainer.model_args.for_phase(new, trainer.job_config)
         model = trainer.build_model(args)
         carry_parameters(trainer.model_parts[0], model, args.seed, args.init_std)

@@ -1,8 +1,9 @@
 """Carry a model, its optimizer and its learning rate into the next phase, in place of the ranks that hold them.
 
-The deeper model is built on meta, parallelised and allocated like the first one; then every rank copies its own shards
-of the carried parameters (no communication), and only the new block is initialised, by invariant 1. A layer appended to
-a sharded model would silently stay a plain parameter, and ``requires_grad`` cannot change under FSDP2: hence rebuild.
+The deeper model is built on meta and parallelised like the first one; then every rank hands it its own shards of the
+carried parameters (nothing is sent, nothing is copied), and only the new block is allocated and initialised, by
+invariant 1. So a growth takes no more memory than the new block. A layer appended to a sharded model would silently stay
+a plain parameter, and ``requires_grad`` cannot change under FSDP2: hence rebuild.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 
-from blockgrow_titan.model.init import initialize_parameters, named_parameters
+from blockgrow_titan.model.init import clean_fqn, initialize_parameters, named_parameters
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,9 +23,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def carry_parameters(old: nn.Module, new: nn.Module, seed: int, std: float) -> tuple[list[str], list[str]]:
     """Fill ``new`` from ``old``, and what ``old`` lacks from its initialisation.
 
+    The carried parameters are the old ones' memory under new objects, without gradients: ``old`` must not be trained any
+    more. Only a rank's shard that is shorter than the other ranks' is copied, by FSDP, which pads it.
+
     Args:
         old: The phase's model so far.
-        new: The next phase's model, allocated and sharded on the same mesh, its values undefined.
+        new: The next phase's model, sharded on the same mesh, its parameters on the meta device.
         seed: Seed of the initialisation.
         std: Standard deviation of the initialisation.
 
@@ -44,7 +48,14 @@ def carry_parameters(old: nn.Module, new: nn.Module, seed: int, std: float) -> t
                 f"growth cannot carry {fqn}: its local shard is {tuple(_local(param).shape)} before and "
                 f"{tuple(_local(target[fqn]).shape)} after"
             )
-        _local(target[fqn]).copy_(_local(param))
+    for name, param in list(new.named_parameters()):
+        if (fqn := clean_fqn(name)) in source:
+            owner, _, leaf = name.rpartition(".")
+            carried = nn.Parameter(source[fqn].detach(), requires_grad=param.requires_grad)
+            new.get_submodule(owner).register_parameter(leaf, carried)
+    device = _local(next(iter(source.values()))).device
+    # What is not on meta any more stays; FSDP, which looks at every parameter here, takes note of the carried ones.
+    new._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     added = initialize_parameters(new, seed, std, wanted=lambda fqn: fqn not in source)
     return list(source), added
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from blockgrow_titan.growth.hooks import PhaseHook, load_hooks
+from blockgrow_titan.infra.footprint import TensorBytes
 from blockgrow_titan.model.init import full_init, named_parameters
 from tests.unit_tests.jobs import arguments, full, full_parameters, open_trainer, run_job, validations
 from tests.unit_tests.rank_pool import RankError, RankPool
@@ -45,6 +46,11 @@ def moments(trainer: Any) -> dict[str, Any]:
     }
 
 
+def addresses(trainer: Any) -> dict[str, int]:
+    """Where this rank's shards are, by FQN."""
+    return {fqn: param.to_local().data_ptr() for fqn, param in named_parameters(trainer.model_parts[0])}
+
+
 def learning_rate(trainer: Any) -> float:
     return trainer.lr_schedulers.schedulers[0].get_last_lr()[0]
 
@@ -63,6 +69,7 @@ def grow_twice(rank: int, world_size: int, store: dist.Store, args: list[str], t
         old_optimizer = weakref.ref(trainer.optimizers)
         before = full_parameters(trainer.model_parts[0])
         moments_before = moments(trainer)
+        addresses_before = addresses(trainer)
         trainer.step = phase.first_step
         trainer.grow(phase)
         model = trainer.model_parts[0]
@@ -72,6 +79,8 @@ def grow_twice(rank: int, world_size: int, store: dist.Store, args: list[str], t
                 "after": full_parameters(model),
                 "moments_before": moments_before,
                 "moments_after": moments(trainer),
+                "moved": [fqn for fqn, place in addresses_before.items() if addresses(trainer)[fqn] != place],
+                "gradients": [fqn for fqn, param in named_parameters(model) if param.grad is not None],
                 "collected": old_model() is None and old_optimizer() is None,
                 "all_dtensors": all(isinstance(p, DTensor) for p in model.parameters()),
                 "mesh_sizes": {p.device_mesh.size() for p in model.parameters()},
@@ -112,6 +121,7 @@ def test_growth_step(rank_pool: RankPool, workspace: Path, tmp_path: Path, place
             assert grown["moments_before"] and not grown["moments_after"]  # reset
             assert grown["lr"] == pytest.approx(3e-3 / 2)  # the first of two warmup steps
             assert grown["collected"]
+            assert not grown["moved"] and not grown["gradients"]  # the old model's memory, without a copy
             assert grown["all_dtensors"] and grown["mesh_sizes"] == {world_size}
             assert grown["checkpointed"] == sorted(grown["after"])
             flops.append(grown["flops"])
@@ -138,6 +148,34 @@ def test_kept_moments_survive(rank_pool: RankPool, workspace: Path, tmp_path: Pa
         assert set(grown["moments_after"]) == set(grown["moments_before"])
         for fqn, value in grown["moments_before"].items():
             assert np.any(value != 0) and np.array_equal(value, grown["moments_after"][fqn]), fqn
+
+
+def memory_of_growth(rank: int, world_size: int, store: dist.Store, args: list[str]) -> tuple[int, int, int]:
+    """Bytes that a growth takes at most, and those of the new block's shards and of its largest matrix."""
+    trainer = open_trainer(rank, world_size, store, args)
+    trainer.metrics_processor.start(trainer.schedule, trainer.phase, 0)
+    phase = trainer.schedule.phases[1]
+    trainer.step = phase.first_step
+    with TensorBytes() as memory:
+        memory.add(*trainer.model_parts[0].parameters(), *trainer.model_parts[0].buffers())
+        before = memory.live
+        memory.reset_peak()
+        trainer.grow(phase)
+        taken = memory.peak - before
+    block = [p for fqn, p in named_parameters(trainer.model_parts[0]) if fqn.startswith("layers.1.")]
+    trainer.teacher.close()
+    trainer.close()
+    return taken, sum(p.to_local().nbytes for p in block), max(p.nbytes for p in block)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_growth_takes_memory_for_the_new_block_only(
+    rank_pool: RankPool, workspace: Path, tmp_path: Path, world_size: int
+) -> None:
+    args = arguments(workspace, tmp_path, **THREE_PHASES, validation__enable=False, training__local_batch_size=4)
+    for taken, block, matrix in rank_pool.run(memory_of_growth, world_size, args=args):
+        rotary_table = 24 * 2 * 16 * 4  # [seq_len, 2 * head_dim], fp32
+        assert block <= taken <= block + 2 * matrix + 2 * rotary_table  # matrices start whole, one by one, and are cut
 
 
 def continued_rates(rank: int, world_size: int, store: dist.Store, args: list[str]) -> list[float]:
