@@ -153,8 +153,12 @@ class Pair:
         self._send(Header(Kind.REQUEST, request_id, payload.dtype, tuple(payload.shape), len(lengths)), payload)
 
     def send_answer(self, request_id: int, hidden: Tensor) -> None:
-        """Send [N, D] hidden states, copied to the host first; returns as soon as they are there."""
-        payload = self._empty(tuple(hidden.shape), hidden.dtype).copy_(hidden)
+        """Send [N, D] hidden states, from an accelerator copied to the host first; returns as soon as they are there.
+
+        From the CPU they are sent as they are: the caller must not write to them any more.
+        """
+        on_host = hidden.device.type == "cpu"
+        payload = hidden.contiguous() if on_host else self._empty(tuple(hidden.shape), hidden.dtype).copy_(hidden)
         self._send(Header(Kind.ANSWER, request_id, payload.dtype, tuple(payload.shape)), payload)
 
     def stop(self, timeout: float) -> None:
