@@ -35,6 +35,9 @@ CPU_ROW_BLOCK_ELEMENTS = 2**18
 DEVICE_ROW_BLOCK_ELEMENTS = 2**24
 """The same for a whole accelerator: 64 MiB of fp32, enough to hide the kernel launches."""
 
+PRODUCT_PART = 2**11
+"""Vocabulary over which the gradient of the hidden states is summed at a time, so that it is the same for any chunk."""
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -203,7 +206,7 @@ class ChunkedDistillation(torch.autograd.Function):
             _form_chunk(logits, teacher_logits, labels[chunk], losses[:, chunk], objective, any(ctx.needs_input_grad))
             # logits now holds the gradient with respect to them, but for the factor
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[chunk])
+                _write_product(logits, weight, grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), hidden[chunk])
 
@@ -271,33 +274,41 @@ def _losses_and_gradient(
 
     The gradient of one token's loss is alpha * tau * (p_tau - q) + gamma * (p - onehot), with p and p_tau the student's
     softmax at 1 and at tau, and q the teacher's at tau. It is written without the factor alpha * tau + gamma, which the
-    backward applies to tensors that are smaller than this one. As every q that underflows to 0 meets a finite log, no
-    spread of finite logits gives a NaN.
+    backward applies to tensors that are smaller than this one.
+
+    With z and z_T the logits over tau and lse the log of the sum of their exponentials, KL is sum(q * (z_T - z)) + lse -
+    lse_T and E_T[-log p] is lse - sum(q * z). So each logit is exponentiated once, and every q that underflows to 0
+    meets a finite factor: no spread of finite logits gives a NaN. Both logits are used up.
 
     ``logits``, ``teacher_logits``: [R, V]; ``labels``: [R, 1]; ``losses``: [3, R], in the dtype of the softmax.
     """
     dtype, tau = losses.dtype, objective.temperature
-    log_p = log_p_tau = _log_softmax(logits, 1.0, dtype)
-    label_log_p = log_p.gather(1, labels)  # [R, 1]
-    losses[0] = -label_log_p.squeeze(1)
+    z = logits.to(dtype)
+    p, top, log_sum = _softmax(z)
+    losses[0] = top - z.gather(1, labels).squeeze(1) + log_sum
     q = None
     if teacher_logits is not None:
-        log_q = _log_softmax(teacher_logits, tau, dtype)
-        q = log_q.exp()
+        z_t = teacher_logits.to(dtype)
         if tau != 1:
-            log_p_tau = _log_softmax(logits, tau, dtype)
-        losses[2] = -(q * log_p_tau).sum(-1)
-        losses[1] = losses[2] + log_q.mul_(q).sum(-1)
+            z, z_t = z / tau, z_t / tau
+            p_tau, top, log_sum = _softmax(z)
+            p.lerp_(p_tau, objective.kd_share)
+        q, top_t, log_sum_t = _softmax(z_t)
+        losses[1] = z_t.sub_(z).mul_(q).sum(-1) + (top - top_t) + (log_sum - log_sum_t)
+        losses[2] = (top + log_sum) - z.mul_(q).sum(-1)
     if not form_gradient:
         return
-    p = log_p.exp_()
-    if log_p_tau is not log_p:
-        p.lerp_(log_p_tau.exp_(), objective.kd_share)
     p.scatter_(1, labels, p.gather(1, labels) - objective.ce_share)
     if q is None:
         logits.copy_(p)
     else:
         torch.sub(p, q, alpha=objective.kd_share, out=logits)
+
+
+def _softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of [R, V] logits, and the two parts [R] of its normaliser: the largest logit, log sum exp(z - top)."""
+    p = torch.softmax(z, dim=-1)
+    return p, z.amax(-1), -p.amax(-1).log()  # the largest probability is 1 / sum exp(z - top)
 
 
 def _chunk_rows(tokens: int, chunk_tokens: int) -> int:
@@ -310,6 +321,16 @@ def _logits(hidden: Tensor | None, head: Tensor | None, chunk: slice, buffer: Te
     if hidden is None or head is None or buffer is None:
         return None
     return torch.mm(hidden[chunk], head.t(), out=buffer[: chunk.stop - chunk.start])
+
+
+def _write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out = a @ b``. In fp32, a long inner dimension goes part by part: libraries add up few rows term by term."""
+    if out.dtype != _softmax_dtype(out) or len(b) <= PRODUCT_PART:
+        torch.mm(a, b, out=out)
+        return
+    out.zero_()
+    for a_part, b_part in zip(a.split(PRODUCT_PART, dim=1), b.split(PRODUCT_PART), strict=True):
+        out.add_(torch.mm(a_part, b_part))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -159,6 +159,16 @@ def test_chunk_size_changes_nothing() -> None:
         assert relative(grads[1], whole[2]) < 1e-6
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 8])
+def test_a_wide_vocabulary_loses_no_digits(chunk_tokens: int) -> None:
+    """One fp32 sum over this many words, term by term, is off by several 1e-6."""
+    case = make_case(seed=18, tokens=8, vocab=120_000, dim=4)
+    _, grad_hidden, grad_weight = run_chunked(case, Objective(0.7, 0.3, 1.0, chunk_tokens))
+    expected = reference(case, 0.7, 0.3, 1.0)
+    assert relative(grad_hidden, expected["grad_hidden"]) < 1e-6
+    assert relative(grad_weight, expected["grad_weight"]) < 1e-6
+
+
 @pytest.mark.parametrize("tau", [1.0, 2.0, 4.0])
 def test_tau_squared_multiplies_the_kl(tau: float) -> None:
     case = make_case(seed=4)
@@ -352,6 +362,38 @@ def test_a_frozen_weight_leaves_the_hidden_gradient_as_it_is() -> None:
     weight = case.weight.clone().requires_grad_()
     chunked_distillation(case.hidden, weight, case.labels, *case.teacher, objective, SCALE).loss.backward()
     assert torch.equal(weight.grad, grad_weight)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_cuda_equals_fp64_reference(
+    monkeypatch: pytest.MonkeyPatch, tau: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    monkeypatch.setattr(objective_module, "DEVICE_ROW_BLOCK_ELEMENTS", 4 * VOCAB)
+    case = make_case(seed=15, tokens=101).to(dtype)
+    sums, *grads = run_chunked(Case(*(t.cuda() for t in vars(case).values())), Objective(0.7, 0.3, tau, 20))
+    expected = reference(case, 0.7, 0.3, tau)
+    for name in ("ce", "kl", "kd"):
+        assert getattr(sums, name).item() == pytest.approx(float(expected[name]), rel=tolerance)
+    for grad, name in zip(grads, ("grad_hidden", "grad_weight"), strict=True):
+        assert grad.is_cuda and grad.dtype == dtype
+        assert relative(grad.cpu(), expected[name]) < tolerance
+
+
+def test_small_losses_keep_their_digits() -> None:
+    """A student that is sure and right, and as far as the teacher: both losses are small beside the logits."""
+    case = make_case(seed=16)
+    logits = case.hidden @ case.weight.T
+    case.hidden *= 20 / (logits.max(-1, keepdim=True).values - logits.min(-1, keepdim=True).values)
+    case.labels = (case.hidden @ case.weight.T).argmax(-1)
+    noise = torch.randn(case.hidden.shape, generator=torch.Generator().manual_seed(17))
+    case = dataclasses.replace(case, teacher_hidden=case.hidden + 0.03 * noise, teacher_head=case.weight)
+    for tau in (1.0, 2.0):
+        sums, *_ = run_chunked(case, Objective(0.7, 0.3, tau, 5))
+        expected = reference(case, 0.7, 0.3, tau)
+        assert sums.ce.item() == pytest.approx(float(expected["ce"]), rel=1e-5)
+        assert sums.kl.item() == pytest.approx(float(expected["kl"]), rel=2e-4)
 
 
 def test_it_runs_under_deterministic_algorithms() -> None:
