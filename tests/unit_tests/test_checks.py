@@ -78,7 +78,7 @@ PHASES = {"growth__phase_steps": [2, 2, 2], "growth__active_blocks": [1, 2, 3]}
         ({"growth__start_phase": 1}, ("growth.start_phase is not a setting", "remove it")),
         ({"lr_scheduler__total_steps": 6}, ("lr_scheduler.total_steps is 6", '"restart"', 'lr_at_growth = "continue"')),
         # names with a list
-        ({"block_stack__placement": "sandwich"}, ('block_stack.placement is "sandwich"', "pre", "post")),
+        ({"block_stack__placement": "diagonal"}, ('block_stack.placement is "diagonal"', "pre", "post")),
         ({"model__flavor": "9B"}, ('model.flavor is "9B"', "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B")),
         ({"growth__freeze": "all"}, ('growth.freeze is "all"', "none, completed_blocks")),
         ({"growth__optimizer_at_growth": "drop"}, ('growth.optimizer_at_growth is "drop"', "reset, keep")),

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from blockgrow_titan.metrics import StepReport
-from blockgrow_titan.model.args import FLAVORS
+from blockgrow_titan.model.args import FLAVORS, BlockStackArgs
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.teacher.worlds import rendezvous
@@ -28,13 +28,12 @@ _tiny.vocab_size = QWEN3_VOCAB
 FLAVORS["tiny_qwen3_vocab"] = _tiny  # for a benchmark only: the tiny dimensions under Qwen3's vocabulary
 
 
-def write_teacher(folder: Path, layers: int, vocab_size: int = 4096) -> Path:
-    """A random Qwen3 of the tiny flavor's dimensions in Hugging Face format, with the bundled tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def hf_config(args: BlockStackArgs, layers: int) -> Any:
+    """The ``Qwen3Config`` of these dimensions, with untied embeddings."""
+    from transformers import Qwen3Config
 
-    args = FLAVORS["tiny"]
-    config = Qwen3Config(
-        vocab_size=vocab_size,
+    return Qwen3Config(
+        vocab_size=args.vocab_size,
         hidden_size=args.dim,
         intermediate_size=args.hidden_dim,
         num_hidden_layers=layers,
@@ -43,8 +42,18 @@ def write_teacher(folder: Path, layers: int, vocab_size: int = 4096) -> Path:
         head_dim=args.head_dim,
         max_position_embeddings=args.max_seq_len,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        rms_norm_eps=args.norm_eps,
         tie_word_embeddings=False,
     )
+
+
+def write_teacher(folder: Path, layers: int, vocab_size: int = 4096) -> Path:
+    """A random Qwen3 of the tiny flavor's dimensions in Hugging Face format, with the bundled tokenizer."""
+    from transformers import Qwen3ForCausalLM
+
+    args = FLAVORS["tiny"]  # a copy
+    args.vocab_size = vocab_size
+    config = hf_config(args, layers)
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

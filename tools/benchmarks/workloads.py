@@ -11,7 +11,6 @@ import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from blockgrow_titan.infra import device  # noqa: F401  (before torchtitan: see 
 
 from blockgrow_titan.model.args import FLAVORS, BlockStackArgs  # isort: skip
 from blockgrow_titan.paths import resolve  # isort: skip
+from tools.benchmarks.jobs import hf_config  # isort: skip
 
 GLOBAL_BATCH = 16
 FIRST_DOCUMENT = 16
@@ -157,7 +157,7 @@ class Workload:
         from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
 
         torch.manual_seed(self.seed)
-        teacher = Qwen3ForCausalLM(self._hf_config(self.teacher_layers))
+        teacher = Qwen3ForCausalLM(hf_config(self.args, self.teacher_layers))
         teacher.save_pretrained(self.folder / "teacher")
         for path in Path(resolve(self.tokenizer)).iterdir():
             shutil.copy(path, self.folder / "teacher" / path.name)
@@ -165,30 +165,12 @@ class Workload:
         initial = BlockStackModel(self.args)
         with torch.no_grad():
             initial.init_weights()
-        student = Qwen3ForCausalLM(self._hf_config(self.student_layers))
+        student = Qwen3ForCausalLM(hf_config(self.args, self.student_layers))
         student.load_state_dict(BlockStackStateDictAdapter(self.args).to_hf(initial.state_dict()))
         from_teacher = teacher.state_dict()
         names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
         student.load_state_dict({name: from_teacher[name] for name in names}, strict=False)
         student.save_pretrained(self.folder / "student")
-
-    def _hf_config(self, layers: int) -> Any:
-        from transformers import Qwen3Config
-
-        args = self.args
-        return Qwen3Config(
-            vocab_size=args.vocab_size,
-            hidden_size=args.dim,
-            intermediate_size=args.hidden_dim,
-            num_hidden_layers=layers,
-            num_attention_heads=args.n_heads,
-            num_key_value_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            max_position_embeddings=args.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
-            rms_norm_eps=args.norm_eps,
-            tie_word_embeddings=False,
-        )
 
     def flops(self, length: int) -> tuple[float, float]:
         """FLOPs that a document of ``length`` inputs needs in a step: of the layers, and of the two heads.
