@@ -261,7 +261,7 @@ def _ask_bridge(pair: Pair, inbox: Any, raw: Any, rows: list[int], repeats: int)
 
 def _serve_bridge(pair: Pair, inbox: Any, raw: Any, rows: list[int], repeats: int) -> dict[str, Any]:
     counted = pair._group = CountedGroup(pair._group)
-    copied = 0.0
+    sent, copied = 0, 0.0
     for count in rows:
         answer = torch.zeros(count, HIDDEN_SIZE, device=pair.device)
         host, asked = answer.cpu(), torch.empty(count, dtype=torch.int32)
@@ -277,8 +277,9 @@ def _serve_bridge(pair: Pair, inbox: Any, raw: Any, rows: list[int], repeats: in
                     pair.send_answer(request.request_id, answer)
                 copied = max(copied, memory.peak / answer.nbytes - 1)
             raw.recv([asked], 0, 0).wait()
+            sent = counted.sent  # the student has its answer, and cannot say STOP, which is replied to, before the next
             raw.send([host], 0, 0).wait()
-    return {"sent": counted.sent, "copied": copied}
+    return {"sent": sent, "copied": copied}
 
 
 def _bridge(message_bytes: list[int]) -> Iterator[Row]:
