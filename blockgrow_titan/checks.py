@@ -234,10 +234,8 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
     if job_config.training.global_batch_size != -1:  # torchtitan's: one micro-batch a rank
         _at_least("training.global_batch_size", job_config.training.global_batch_size, 1)
     _one_of("documents.micro_batching", documents.micro_batching, MICRO_BATCHING)
-    if documents.pad_to_multiple_of != -1:
-        _at_least("documents.pad_to_multiple_of (or -1 to choose)", documents.pad_to_multiple_of, 1)
-    if documents.shard_documents != -1:
-        _at_least("documents.shard_documents (or -1 for all)", documents.shard_documents, 1)
+    _at_least_or_minus_one("documents.pad_to_multiple_of", documents.pad_to_multiple_of, "to choose")
+    _at_least_or_minus_one("documents.shard_documents", documents.shard_documents, "for all")
     if distill.temperature <= 0:
         raise ValueError(f"distill.temperature is {distill.temperature}; it must be above 0")
     if distill.kd_weight == distill.ce_weight == 0:
@@ -258,6 +256,11 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
     _check_validation(job_config)
 
 
+def _at_least_or_minus_one(name: str, value: int, meaning: str) -> None:
+    if value != -1:
+        _at_least(f"{name} (or -1 {meaning})", value, 1)
+
+
 def _check_padding(name: str, seq_len: int, multiple: int) -> None:
     if multiple != -1 and seq_len % multiple:
         raise ValueError(
@@ -268,8 +271,7 @@ def _check_padding(name: str, seq_len: int, multiple: int) -> None:
 
 def _check_validation(job_config: JobConfig) -> None:
     validation, diagnostics = job_config.validation, job_config.diagnostics
-    if diagnostics.tokens != -1:
-        _at_least("diagnostics.tokens (or -1 for twice validation.seq_len)", diagnostics.tokens, 1)
+    _at_least_or_minus_one("diagnostics.tokens", diagnostics.tokens, "for twice validation.seq_len")
     if diagnostics.enable and not validation.enable:
         raise ValueError(
             "diagnostics.enable is true but validation.enable false; diagnostics are taken at each validation, on its "
