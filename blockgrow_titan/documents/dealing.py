@@ -81,6 +81,7 @@ class MicroBatching:
         """
         if self.kind == "count":
             return self._count(len(lengths), world_size)
+        assert max(lengths, default=0) <= self.tokens, f"a document of {max(lengths)} tokens, {self.tokens} at most"
         if self.kind == "packed":
             return self._packed(lengths, world_size)
         return self._balanced(lengths, world_size)

@@ -168,6 +168,12 @@ def test_a_document_of_nothing_costs_nothing():
         assert sorted(i for mine in deal for batch in mine for i in batch) == [0, 1, 2] and len(deal[0]) == 1
 
 
+@pytest.mark.parametrize("kind", ["packed", "balanced"])
+def test_a_document_beyond_the_limit_is_no_endless_search(kind):
+    with pytest.raises(AssertionError, match="a document of 11 tokens, 10 at most"):
+        MicroBatching(kind, 1, 10).deal([3, 11], 2)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
