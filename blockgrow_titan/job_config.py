@@ -83,6 +83,10 @@ class Growth:
     How a new block starts:
     - 'random': Qwen3's initialisation, a function of seed, FQN and shape alone
     """
+    keep_boundary_checkpoints: bool = True
+    """
+    Whether the checkpoints of the phases' last steps stay: `checkpoint.keep_latest_k` then neither counts nor removes them.
+    """
     hooks: list[str] = field(default_factory=list)
     """Extra phase hooks as `module:Class`, run after the train spec's own, in this order."""
     start_phase: int = 0

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockgrow_titan.checkpoint_files import write_json
 from blockgrow_titan.growth.schedule import GrowthSchedule
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import BlockStackArgs
@@ -154,17 +155,14 @@ def build_manifest(
 def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
     """Write ``manifest.json`` into a checkpoint's folder, whole or not at all."""
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, FILE_NAME)
-    with open(f"{path}.tmp", "w") as file:
-        json.dump(manifest, file, indent=1)
-    os.replace(f"{path}.tmp", path)
+    write_json(os.path.join(folder, FILE_NAME), manifest)
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
     """Read a checkpoint's manifest.
 
     Raises:
-        ValueError: If the folder has none, or one that is not JSON.
+        ValueError: If the folder has none, or one that is not JSON or not of this format; the text names it.
     """
     path = os.path.join(folder, FILE_NAME)
     try:
@@ -175,7 +173,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
             f"{folder} has no {FILE_NAME}, so it is not a checkpoint of this plugin: give another one, or train in another "
             "job.dump_folder"
         ) from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, numbers too long, lists too deep
         raise ValueError(
             f"{path} is not valid JSON ({error}): use the checkpoint before it (to resume from that, delete {folder})"
         ) from error
@@ -184,7 +182,17 @@ def read_manifest(folder: str) -> dict[str, Any]:
             f"{path} is not of format {FORMAT}, so {folder} was written by another version of this plugin: use that "
             "version, or train in another job.dump_folder"
         )
+    if not isinstance(manifest.get("config"), dict) or not _is_identity(manifest.get("data", {})):
+        raise ValueError(f"{path} is damaged: use the checkpoint before it (to resume from that, delete {folder})")
     return manifest
+
+
+def _is_identity(data: Any) -> bool:
+    """Whether this is a ``DataIdentity``."""
+    return isinstance(data, dict) and all(
+        isinstance(kept, dict) and isinstance(kept.get("documents"), int) and isinstance(kept.get("digest"), str)
+        for kept in data.values()
+    )
 
 
 def check_config(saved: dict[str, Any], job_config: JobConfig, folder: str) -> None:

@@ -2,7 +2,8 @@
 
 Two kinds are read, both torch's distributed checkpoints (DCP): a student's ``.../checkpoint/step-N`` with its manifest, at
 any step, and a converted teacher with Hugging Face's ``config.json`` beside it (``teacher/files.py``). Opening reads
-metadata only; ``read`` brings the tensors that are asked for, whole, on the CPU. Nothing here is collective.
+metadata only; ``read`` verifies the files once and brings the tensors that are asked for, whole, on the CPU. Nothing here
+is collective.
 """
 
 import importlib
@@ -13,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.checkpoint import TRAIN_STATE
 
 from blockgrow_titan.checkpoint import OTHER_STATES
+from blockgrow_titan.checkpoint_files import METADATA, damaged, find_damage
+from blockgrow_titan.checkpoint_io import CheckpointReader, load_checkpoint
 from blockgrow_titan.growth.manifest import FILE_NAME, MODEL_DIMENSIONS, read_manifest
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.model import BlockStackModel
 from blockgrow_titan.model.placement import PLACEMENTS, DecoderLayer
 from blockgrow_titan.teacher.files import CONFIG, TeacherFiles, open_teacher
-from blockgrow_titan.teacher.files import DCP_METADATA as METADATA
 
 STEP = f"{TRAIN_STATE}.step"
 
@@ -53,6 +52,7 @@ class StudentCheckpoint:
 
     def __init__(self, folder: str | Path, custom_import: str | None = None) -> None:
         self.folder = _checked(folder)
+        self._verified = False
         self.manifest = read_manifest(str(self.folder))
         self._read_metadata()
         config = self.manifest["config"]
@@ -68,12 +68,8 @@ class StudentCheckpoint:
         )
 
     def _read_metadata(self) -> None:
-        try:
-            entries = FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        except Exception as error:  # unpickling a damaged file raises anything
-            raise ValueError(
-                f"{self.folder / METADATA} is damaged ({_one_line(error)}): use another checkpoint"
-            ) from error
+        self._check_files(sizes_only=True)
+        entries = CheckpointReader(self.folder).read_metadata().state_dict_metadata
         model = {
             fqn: entry
             for fqn, entry in entries.items()
@@ -99,26 +95,32 @@ class StudentCheckpoint:
         """These tensors, whole, on the CPU in their stored dtype, however many ranks wrote them.
 
         Raises:
-            ValueError: If a file of the checkpoint is absent or cut off.
+            ValueError: If a file of the checkpoint is absent, cut off or altered.
         """
+        self._verify()
         state: dict[str, Any] = {fqn: torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn]) for fqn in fqns}
         self._load(state)
         return state
 
+    def _check_files(self, sizes_only: bool) -> None:
+        """Refuse files that are not as they were written; the manifest, which is text and checked as it is read, may be."""
+        if problems := find_damage(str(self.folder), except_for=(FILE_NAME,), sizes_only=sizes_only):
+            raise damaged(str(self.folder), problems, resumes=False)
+
+    def _verify(self) -> None:
+        """Read every file once to compare it with its checksum, before the first tensor is taken from any."""
+        if not self._verified:
+            self._check_files(sizes_only=False)
+            self._verified = True
+
     def _load(self, state: dict[str, Any]) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-                dcp.load(state, checkpoint_id=str(self.folder), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            # torch's is no Exception, and wraps what was raised, Ctrl-C included
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            if not isinstance(cause, Exception):
-                raise cause from None
-            raise ValueError(
-                f"{self.folder} cannot be read ({_one_line(cause)}): a file of it is absent, cut off or damaged; copy it "
-                "again or use another checkpoint"
-            ) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+            try:
+                load_checkpoint(state, self.folder, no_dist=True)
+            except ValueError:
+                self._verify()  # names the file, if it is one
+                raise
 
     def _find_phase(self) -> dict[str, Any]:
         phases = self.manifest["phases"]
@@ -153,6 +155,7 @@ class StudentCheckpoint:
                 f"{len(different) - 1} more differ; register the placement as it was when the student was trained"
             )
         model.float().to_empty(device="cpu")
+        self._verify()
         state = model.state_dict()
         self._load(state)
         model.load_state_dict(state)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from tqdm import tqdm
 
+from blockgrow_titan.checkpoint_io import hidden_cause
 from blockgrow_titan.hf.output import check_output, check_space, new_folder, sync
 from blockgrow_titan.teacher.files import CONFIG, DCP_METADATA, HuggingFaceFiles, is_finite, open_teacher
 from blockgrow_titan.teacher.layout import HEAD, shortened, tensor_layout
@@ -165,18 +166,10 @@ def _write_tensors(files: HuggingFaceFiles, chunks: list[_Chunk], folder: Path, 
         try:
             results.append(writer.write_data(plan, reader).value())
         except RuntimeError as error:
-            raise _cause(error) from None
+            raise hidden_cause(error) from None
     if reader.not_finite:
         raise ValueError(
             f"the model in {files.folder} has values that are not finite in {shortened(list(reader.not_finite))}: take "
             "weights that are whole"
         )
     writer.finish(metadata, results)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What stopped torch's zip writer, Ctrl-C or a full disk: it hides that behind an error of its own."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, KeyboardInterrupt | OSError):
-        seen = seen.__context__
-    return seen or error

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.checkpoint_files import sync
+
 
 def check_output(out: str | Path, source: str | Path | None = None) -> Path:
     """The real path of a folder to be written.
@@ -101,15 +103,6 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             logger.warning(f"{folder} cannot be locked: do not convert to it twice at a time")
         yield
-    finally:
-        os.close(descriptor)
-
-
-def sync(path: str | Path) -> None:
-    """Wait until a file, or a folder's list of files, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

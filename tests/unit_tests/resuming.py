@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from blockgrow_titan.checkpoint import saved_steps
+from blockgrow_titan.checkpoint_files import saved_steps
 from blockgrow_titan.metrics import METRICS_FILE, SUMMARY_FILE, read_events
 from blockgrow_titan.trainer import GrowthTrainer
 from tests.unit_tests.jobs import arguments, losses, run_job, validations

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from blockgrow_titan.checkpoint_io import ChecksumWriter
 from blockgrow_titan.growth.manifest import DataIdentity, build_manifest, write_manifest
 from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.model.args import FLAVORS, BlockStackArgs
@@ -61,7 +62,8 @@ def made(
     randomize_norms(model)
     step = {1: 1, 2: 3, 3: 4}[blocks]
     checkpoint = folder / "checkpoint" / f"step-{step}"
-    dcp.save({k: v.to(dtype) for k, v in model.state_dict().items()}, checkpoint_id=checkpoint, no_dist=True)
+    state = {k: v.to(dtype) for k, v in model.state_dict().items()}
+    dcp.save(state, storage_writer=ChecksumWriter(str(checkpoint)), no_dist=True)
     data: DataIdentity = {"training": {"documents": 40, "digest": "0" * 64}}
     write_manifest(str(checkpoint), build_manifest(job_config, schedule_of(job_config), args, BlockStackModel, data))
     return checkpoint

@@ -28,6 +28,7 @@ from tests.unit_tests.jobs import arguments, without_teacher
 
 # Fields of the same sections that change how fast a run goes or what it says, never what it trains.
 FREE = {
+    "growth.keep_boundary_checkpoints",
     "growth.start_phase",
     "distill.chunk_tokens",
     "teacher.ranks",

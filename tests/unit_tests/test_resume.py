@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockgrow_titan.checkpoint import saved_steps
+from blockgrow_titan.checkpoint_files import saved_steps, steps_of
 from blockgrow_titan.metrics import METRICS_FILE, read_events
 from tests.unit_tests.jobs import arguments, losses, run_job, train_events, validations
 from tests.unit_tests.rank_pool import RankPool
@@ -146,12 +146,27 @@ def test_documents_of_each_step(case: Callable[[str], Case]) -> None:
         assert [e["documents"] for e in events] == [[8 * t, 8 * t + 8] for t in offsets]
 
 
-def test_keep_latest_k(case: Callable[[str], Case], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keeps_boundaries", "left", "left_at_the_end"),
+    [(True, [2, 3, 4, 5], [3, 4, 5, 6, 7]), (False, [3, 4, 5], [5, 6, 7])],
+)
+def test_keep_latest_k(
+    case: Callable[[str], Case], tmp_path: Path, keeps_boundaries: bool, left: list[int], left_at_the_end: list[int]
+) -> None:
+    """Half-written folders do not count; what is older than the newest whole one goes. Steps 3 and 7 end phases."""
     this = case("colocated")
-    this.interrupt(tmp_path, 6, checkpoint__keep_latest_k=3, checkpoint__interval=1)
-    assert saved_steps(str(tmp_path / "checkpoint")) == [3, 4, 5]
-    events = this.resume(tmp_path, checkpoint__keep_latest_k=3, checkpoint__interval=1)
-    assert saved_steps(str(tmp_path / "checkpoint")) == [5, 6, 7]
+    (tmp_path / "checkpoint" / "step-0").mkdir(parents=True)
+    changes = {
+        "checkpoint__keep_latest_k": 3,
+        "checkpoint__interval": 1,
+        "growth__keep_boundary_checkpoints": keeps_boundaries,
+    }
+    this.interrupt(tmp_path, 6, **changes)
+    assert saved_steps(str(tmp_path / "checkpoint")) == left
+    half = tmp_path / "checkpoint" / "step-5" / ".metadata"
+    half.unlink()
+    events = this.resume(tmp_path, **changes)
+    assert steps_of(str(tmp_path / "checkpoint")) == dict.fromkeys(left_at_the_end, True)
     assert losses(events) == losses(read_events(str(this.folder / METRICS_FILE)))
 
 

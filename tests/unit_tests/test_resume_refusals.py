@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
+from blockgrow_titan.checkpoint_files import CHECKSUMS
 from blockgrow_titan.metrics import SUMMARY_FILE
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.train import ConfigError, launch
@@ -145,6 +146,7 @@ def test_another_depth_is_refused(
     manifest = read_json(path)
     manifest["config"]["growth.active_blocks"] = active_blocks
     path.write_text(json.dumps(manifest))
+    (checkpoint_folder(folder, step) / CHECKSUMS).unlink()  # else the changed manifest is refused
     with pytest.raises(RankError) as error:
         this.resume(folder, growth__active_blocks=active_blocks)
     text = str(error.value)
@@ -152,9 +154,11 @@ def test_another_depth_is_refused(
 
 
 def test_bad_manifests(case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Of a checkpoint without checksums, from an older version; with them, see test_checkpoint_jobs.py."""
     this = case("colocated")
     folder = this.as_of(3, tmp_path / "run")
     job_config = parse_config(this.args(folder))
+    (checkpoint_folder(folder, 3) / CHECKSUMS).unlink()
     path = checkpoint_folder(folder, 3) / "manifest.json"
     path.write_text(path.read_text()[:100])
     with pytest.raises(
@@ -170,24 +174,37 @@ def test_bad_manifests(case: Callable[[str], Case], tmp_path: Path) -> None:
         launch(job_config, dist.HashStore(), 0, 1)
 
 
-def test_a_first_save_that_was_killed_does_not_hide_the_initial_weights(
-    case: Callable[[str], Case], tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"initial_load_path": "{folder}/absent"}, "initial_load_path is .*absent, which is no folder"),
+        ({"initial_load_path": "{folder}"}, "has no .metadata, so it is no whole checkpoint: give a .*step-N folder, or set"),
+        ({"initial_load_in_hf": True}, "initial_load_in_hf is true without checkpoint.initial_load_path: name the folder"),
+        ({"initial_load_in_hf_quantized": True}, "initial_load_in_hf_quantized is true but initial_load_in_hf false"),
+        ({"initial_load_path": "{step}"}, "step-2 is damaged: manifest.json is missing. Copy it again, or use another"),
+    ],
+)  # fmt: skip
+def test_initial_weights_that_are_not_there(
+    case: Callable[[str], Case], tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    """torchtitan ignores initial_load_path once the checkpoint folder exists, whatever is in it."""
     this = case("colocated")
-    args = this.args(tmp_path, checkpoint__initial_load_path=str(tmp_path / "weights"))
-    half = tmp_path / "checkpoint" / "step-2"
-    half.mkdir(parents=True)
-    (half / "__0_0.distcp").touch()
-    assert find_resume_point(parse_config(args)).step == 0
-    assert not (tmp_path / "checkpoint").exists()
-
-
-def test_only_checkpoints_are_ever_removed(case: Callable[[str], Case], tmp_path: Path) -> None:
-    this = case("colocated")
-    args = this.args(tmp_path, checkpoint__initial_load_path=str(tmp_path / "weights"), checkpoint__folder="")
-    precious = tmp_path / "thesis.tex"
-    precious.touch()
-    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path is set, but .* holds thesis.tex"):
+    step = checkpoint_folder(this.as_of(2, tmp_path / "other"), 2)
+    (step / "manifest.json").unlink()
+    values = {k: v.format(folder=tmp_path, step=step) if isinstance(v, str) else v for k, v in change.items()}
+    args = this.args(tmp_path / "run", **{f"checkpoint__{name}": value for name, value in values.items()})
+    with pytest.raises(ValueError, match=words):
         find_resume_point(parse_config(args))
-    assert precious.exists()
+
+
+def test_looking_for_a_resume_point_changes_nothing(case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Another process may be writing there."""
+    this = case("colocated")
+    weights = checkpoint_folder(this.folder, 3)
+    folder = this.as_of(2, tmp_path / "run")
+    half = checkpoint_folder(folder, 3)
+    half.mkdir()
+    (half / "__0_0.distcp").touch()
+    before = sorted(folder.rglob("*"))
+    args = this.args(folder, checkpoint__initial_load_path=str(weights))
+    assert find_resume_point(parse_config(args)) == ResumePoint(2, complete=False)
+    assert sorted(folder.rglob("*")) == before

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 
+from blockgrow_titan.checkpoint_files import CHECKSUMS
 from blockgrow_titan.hf.to_hf import to_hf
 from tests.unit_tests.models import read_json
 from tests.unit_tests.resuming import contents
@@ -44,12 +45,18 @@ def test_not_a_checkpoint(copy: Path, workspace: Path, tmp_path: Path) -> None:
 def test_half_written_or_damaged(copy: Path, tmp_path: Path) -> None:
     data = next(copy.glob("*.distcp"))
     whole = data.read_bytes()
+    end = "Copy it again, or use another checkpoint"
     data.write_bytes(whole[: len(whole) // 2])
-    refused(copy, tmp_path, "cannot be read .*absent, cut off or damaged; copy it again or use another")
+    refused(copy, tmp_path, f"is damaged: {data.name} has .* bytes instead of .*{end}")
+    for position in range(0, len(whole), len(whole) // 10):
+        data.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        refused(copy, tmp_path, f"is damaged: {data.name} is altered.*{end}")
     data.unlink()
+    refused(copy, tmp_path, f"is damaged: {data.name} is missing.*{end}")
+    (copy / CHECKSUMS).unlink()
     refused(copy, tmp_path, "cannot be read .*absent, cut off or damaged; copy it again or use another")
     (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:100])
-    refused(copy, tmp_path, ".metadata is damaged .*use another checkpoint")
+    refused(copy, tmp_path, r"\.metadata cannot be read")
     (copy / ".metadata").unlink()
     refused(copy, tmp_path, "is half-written .*use an earlier checkpoint")
 
