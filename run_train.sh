@@ -17,8 +17,12 @@ makes .venv beside this script, unless the active environment has blockgrow_tita
   NGPU         ranks to start (default: the larger of 2 and the number of visible GPUs)
   LOG_RANK     ranks whose output is shown, as 0,1 (default: 0)
   TRAIN_FILE   the module to run (default: blockgrow_titan.train)
+  MAX_RESTARTS how often torchrun starts the ranks again after a failure; they go on from the last checkpoint (default: 0)
   COMM_MODE    run one process without torchrun: fake_backend or local_tensor (default: empty)
   OMP_NUM_THREADS  threads of a rank (default: cores divided by NGPU)
+
+Ctrl-C or SIGTERM lets the job finish its step, saves, and ends with status 0; the same command resumes. A second one
+ends it at once.
 
 Relative paths are relative to the current folder. Every field and its meaning, once .venv is there:
   .venv/bin/python -m blockgrow_titan.train --job.config_file train_configs/grow_post.toml --help
@@ -60,6 +64,7 @@ done
 gpus=$(visible_gpus)
 NGPU=${NGPU:-$((gpus > 2 ? gpus : 2))}
 [[ $NGPU =~ ^[1-9][0-9]*$ ]] || die "NGPU is '$NGPU', must be a positive number of ranks"
+[[ ${MAX_RESTARTS:=0} =~ ^[0-9]+$ ]] || die "MAX_RESTARTS is '$MAX_RESTARTS', must be a number, 0 or more"
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
@@ -69,6 +74,8 @@ train_file=${TRAIN_FILE:-blockgrow_titan.train}
 setup_env "$root" run
 export OMP_NUM_THREADS
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# On CPUs, large tensors in huge pages: a few percent of a step's time (docs/performance.md).
+[ "$gpus" -gt 0 ] || export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
 # This checkout's code runs, wherever the command is given and whichever copy the environment has.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
@@ -78,7 +85,7 @@ if [ -n "${COMM_MODE:-}" ]; then
         ${arguments[@]+"${arguments[@]}"} "--comm.mode=$COMM_MODE")
 else
     command=("$PYTHON" "$root/tools/launch.py" "--nproc_per_node=$NGPU" --rdzv_backend c10d
-        --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3
+        --rdzv_endpoint=localhost:0 "--max_restarts=$MAX_RESTARTS" --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3
         -m "$train_file" --job.config_file "$config_file" ${arguments[@]+"${arguments[@]}"})
 fi
 printf '+ OMP_NUM_THREADS=%s' "$OMP_NUM_THREADS"

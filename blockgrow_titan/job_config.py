@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # type checkers see the merged config; at run time torchtitan does the merging
     from torchtitan.config import JobConfig as TitanJobConfig
     from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
+    from torchtitan.config.job_config import Comm as TitanComm
+    from torchtitan.config.job_config import Training as TitanTraining
 else:
-    TitanJobConfig = TitanCheckpoint = object
+    TitanJobConfig = TitanCheckpoint = TitanComm = TitanTraining = object
 
 
 class ConfigError(Exception):
@@ -25,6 +27,24 @@ class Checkpoint(TitanCheckpoint):
     last_save_model_only: bool = False
     """
     As in torchtitan, but off by default, so that the last step's checkpoint is as whole as the others.
+    """
+
+
+@dataclass
+class Training(TitanTraining):
+    max_skipped_steps: int = 10
+    """
+    A step whose loss or gradient norm is not finite changes no weight, on any rank; more than this many in a row end the
+    job. 0: the first one does.
+    """
+
+
+@dataclass
+class Comm(TitanComm):
+    heartbeat_timeout_seconds: int = 60
+    """
+    A process that shows no sign of life for this long ends the job with its name: one that is stopped, or whose machine
+    or network is down. Compile, validation, saves and growth take as long as they need; they do not stop heartbeats.
     """
 
 

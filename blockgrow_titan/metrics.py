@@ -1,9 +1,9 @@
 """What a run reports: console, TensorBoard, ``metrics.jsonl``, and ``summary.json`` with a closing table.
 
-``metrics.jsonl`` has one JSON object a line, one ``train`` line for every step, and is the record that everything else
-reads: the summary is computed from it. Whether or not a run was interrupted, both are the same, but for timings and a
-``resume`` line. On resume, lines
-after the checkpoint's step are dropped (they will be written again) and TensorBoard purges the same steps.
+``metrics.jsonl`` has one JSON object a line, one ``train`` line for every step (``skipped`` for a step whose numbers were
+not finite), and is the record that everything else reads: the summary is computed from it. Whether or not a run was
+interrupted, both are the same, but for timings, a ``resume`` line, and the ``checkpoint`` line of a run that was asked to
+stop. On resume, lines after the checkpoint's step are dropped (they will be written again) and TensorBoard purges the same steps.
 ``diagnostics.jsonl``, if enabled, has a line for every validation and is kept in the same way (``diagnostics/recorder.py``).
 """
 
@@ -110,6 +110,11 @@ class EventFile:
         if self.file is not None:
             self.file.write(json.dumps(event) + "\n")
 
+    def flush(self) -> None:
+        """Return once everything written is on disk."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())  # it is buffered by the line
+
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
@@ -195,6 +200,22 @@ class GrowthMetricsProcessor(MetricsProcessor):
             self._print_step(step, report, tokens_per_s, memory, mfu, student_ranks)
             self.device_memory_monitor.reset_peak_stats()
 
+    def log_skipped(
+        self, step: int, loss: float, grad_norm: float, documents: tuple[int, int], skipped_in_a_row: int
+    ) -> None:
+        """Record a step that changed no weight, since its loss or gradient norm was not finite."""
+        numbers = {"loss": loss, "grad_norm": grad_norm}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no other numbers
+        self._write("skipped", step, **finite, documents=documents, skipped_in_a_row=skipped_in_a_row)
+        if not self.writes:
+            return
+        self.logger.log({"train/skipped_in_a_row": skipped_in_a_row}, step)
+        logger.warning(
+            f"step: {step:2}  skipped, no weight is changed: loss {loss}, grad_norm {grad_norm} of documents "
+            f"{documents[0]} to {documents[1] - 1}; {plural(skipped_in_a_row, 'step')} in a row, "
+            f"training.max_skipped_steps = {self.job_config.training.max_skipped_steps}"
+        )
+
     def _print_step(
         self, step: int, report: StepReport, tokens_per_s: float, memory: Any, mfu: float, student_ranks: int
     ) -> None:
@@ -272,6 +293,14 @@ class GrowthMetricsProcessor(MetricsProcessor):
         """Record that the checkpoint of ``step`` was saved (or staged, if saves are asynchronous)."""
         self._write("checkpoint", step, seconds=seconds)
 
+    def flush(self) -> None:
+        """Return once everything logged is on disk: a checkpoint must not outlive the record of what led to it."""
+        if self.writes:
+            self.events.flush()
+            self.diagnostics.flush()
+            assert isinstance(self.logger, _Loggers)
+            self.logger.flush()
+
     def close(self) -> None:
         self.events.close()
         self.diagnostics.close()
@@ -297,7 +326,13 @@ class _ResumableTensorBoard(TensorBoardLogger):
 
 
 class _Loggers(LoggerContainer):
-    """torchtitan's container, and histograms for those loggers that can take counts of bins."""
+    """torchtitan's container, with histograms for those loggers that can take counts of bins."""
+
+    def flush(self) -> None:
+        """Return once TensorBoard's events are written: they wait in a queue."""
+        for each in self._loggers:
+            if isinstance(each, _ResumableTensorBoard):
+                each.writer.flush()
 
     def log_histograms(self, values: dict[str, dict[str, Any]], step: int) -> None:
         for each in self._loggers:
@@ -357,7 +392,8 @@ def summarize(events: list[dict[str, Any]], manifest: dict[str, Any]) -> dict[st
         final = [e for e in events if e["event"] == "validation" and (e["phase"], e["step"]) == (index, last_step)]
         if steps:
             row = {name: steps[-1][name] for name in ("phase", "active_blocks", "active_layers")}
-            row["steps"] = len(steps)
+            skipped = sum(e["event"] == "skipped" and e["phase"] == index for e in events)
+            row |= {"steps": len(steps) + skipped, "skipped_steps": skipped}
             row |= {name: sum(e[name] for e in steps) for name in ("valid_tokens", "active_layer_tokens")}
             row |= {name: final[-1].get(name) if final else None for name in ("ce", "ppl", "kl", "kd")}
             row["seconds"] = round(sum(e["step_s"] for e in steps), 3)
@@ -382,6 +418,7 @@ def closing_table(summary: dict[str, Any]) -> list[str]:
         "active_blocks": "d",
         "active_layers": "d",
         "steps": ",d",
+        "skipped_steps": ",d",
         "valid_tokens": ",d",
         "active_layer_tokens": ",d",
         "ce": ".4f",
@@ -390,7 +427,10 @@ def closing_table(summary: dict[str, Any]) -> list[str]:
         "kd": ".4f",
         "seconds": ".1f",
     }
-    shown = [name for name in columns if any(row[name] is not None for row in summary["phases"])]
+    rows = summary["phases"]
+    shown = [name for name in columns if any(row[name] is not None for row in rows)]
+    if not any(row["skipped_steps"] for row in rows):
+        shown.remove("skipped_steps")
     cells = [[name.replace("_", " ") for name in shown]]
     for row in summary["phases"]:
         cells.append([format(row[name], columns[name]) if row[name] is not None else "-" for name in shown])

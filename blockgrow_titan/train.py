@@ -5,6 +5,7 @@ A mistake in the config ends the job here, before anything is built: one line on
 """
 
 import os
+import socket
 import sys
 import warnings
 from typing import NoReturn
@@ -16,13 +17,15 @@ import torch.distributed as dist  # isort: skip
 from torch.distributed.elastic.multiprocessing.errors import record  # isort: skip
 from torchtitan.tools.logging import init_logger, logger  # isort: skip
 
-from blockgrow_titan.checkpoint import ResumePoint, find_resume_point
+from blockgrow_titan import stopping
+from blockgrow_titan.checkpoint import ResumePoint, check_run_folders, find_resume_point
 from blockgrow_titan.checks import check_config, check_ranks, is_dry_run
 from blockgrow_titan.dry_run import dry_run
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
 from blockgrow_titan.metrics import closing_table, write_summary
 from blockgrow_titan.parse import parse_config
+from blockgrow_titan.teacher.heartbeats import RankLost, one_line
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
 
 CONFIG_ERROR_STATUS = 2
@@ -31,12 +34,10 @@ CONFIG_ERROR_STATUS = 2
 def refuse(error: ConfigError) -> NoReturn:
     """End this rank over a mistake in the config: rank 0 prints it, any rank leaves it for the launcher if there is one."""
     line = f"Config error: {' '.join(str(error).split())}"
-    path = os.environ.get("BLOCKGROW_ERROR_FILE")
-    if os.environ.get("RANK", "0") == "0" or not path:
+    if os.environ.get("RANK", "0") == "0" or stopping.LAUNCH_FOLDER not in os.environ:
         print(line, file=sys.stderr, flush=True)
-    if path and not os.path.exists(path):  # for the launcher's last line; a mistake may show on one node only
-        with open(path, "w") as file:
-            file.write(f"{line}\n")
+    if not stopping.has_note("config_error"):  # for the launcher's last line; a mistake may show on one node only
+        stopping.note("config_error", line)
     sys.exit(CONFIG_ERROR_STATUS)
 
 
@@ -50,12 +51,14 @@ def _agree_on_resume_point(job_config: JobConfig, store: dist.Store, rank: int) 
     """Global rank 0 looks at the dump folder and tells the others, so that all do the same.
 
     Raises:
-        ValueError: On every rank, if the folder's run and this config do not match.
+        ValueError: On every rank, if the folder's run and this config do not match, or the folder cannot be written.
     """
     key = "resume_point"
     if rank == 0:
         try:
             point = find_resume_point(job_config)
+            if not point.complete:
+                check_run_folders(job_config)
             store.set(key, f"{point.step} {int(point.complete)}")
             return point
         except ValueError as error:
@@ -98,9 +101,12 @@ def run(job_config: JobConfig, world: World, resume_step: int) -> None:
         trainer = GrowthTrainer(job_config, world, resume_step)
         trainer.train()
     except Exception as error:
+        text = world.explain(error)
+        world.report_failure(text)
         if trainer is not None and trainer.teacher is not None:
-            trainer.teacher.close(error=f"{type(error).__name__}: {error}")
-        world.report_failure(f"{type(error).__name__}: {error}")
+            trainer.teacher.close(error=text)
+        if text != one_line(error):  # which rank is gone: for the launcher's last line
+            raise RankLost(text) from error
         raise
     finally:
         if trainer is not None:
@@ -124,6 +130,8 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         layout = WorldLayout.plan(
             world_size, job_config.teacher.ranks, bool(job_config.teacher.path), job_config.teacher.shard_degree
         )
+        role, role_rank = layout.role_of(rank), layout.role_rank(rank)
+        stopping.note(f"rank-{rank}", f"{role} rank {role_rank} (global rank {rank}, host {socket.gethostname()})")
         _resolve_global_batch(job_config, layout)
         check_ranks(job_config, layout.num_students)
         if is_dry_run(job_config):
@@ -140,7 +148,7 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
         if rank == 0:
             _show_complete(job_config, point.step)
         return
-    world = join_world(job_config, layout, store, rank, device_index)
+    world = join_world(job_config, layout, store, rank, device_index, local_stop=stopping.stop_requested)
     try:
         run(job_config, world, point.step)
     finally:
@@ -151,6 +159,7 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
 
 @record
 def main() -> None:
+    stopping.watch()
     init_logger()
     for message in ("DTensor.*may not have complete support on cpu", "'set_vital' is deprecated"):
         warnings.filterwarnings("ignore", message=message)  # true, and of no consequence here

@@ -3,13 +3,13 @@
     __init__          phase of the checkpoint to resume -> model of that depth -> optimizer, loader, teacher, validator
     train             load; then for every step: grow if its phase is new -> train_step -> validate -> save
     batch_generator   micro-batches, with the teacher already working on the ones ahead
-    train_step        all micro-batches of the step -> global valid tokens -> forward and backward -> clip -> update
+    train_step        all micro-batches of the step -> global valid tokens -> forward and backward -> clip -> update, or skip
     grow              phase hooks: rebuild model, optimizer, learning rate; rewire checkpointer and metrics
 
 torchtitan's ``Trainer.__init__`` is used as it is, on a copy of the config (see ``_titan_view``). ``train`` and
 ``train_step`` are our own: validation must precede the save (a checkpoint then implies that what led to it has been
-recorded), every step's losses are reduced over all ranks, and a rank or a whole batch without a valid token must not
-divide by zero.
+recorded), every step's losses are reduced over all ranks, a rank or a whole batch without a valid token must not
+divide by zero, a step whose numbers are not finite must change no weight, and a run that is asked to stop must save first.
 """
 
 import copy
@@ -34,6 +34,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
+from blockgrow_titan import stopping
 from blockgrow_titan.checkpoint import GrowthCheckpointManager
 from blockgrow_titan.diagnostics.gradients import gradient_norms
 from blockgrow_titan.distill.head import LossTargets
@@ -50,6 +51,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.init import named_parameters, write_full
 from blockgrow_titan.paths import resolve
 from blockgrow_titan.spec import GrowthTrainSpec
+from blockgrow_titan.step import SkippedSteps, StepSums
 from blockgrow_titan.teacher.files import open_teacher
 from blockgrow_titan.teacher.worlds import World
 
@@ -74,12 +76,14 @@ class GrowthTrainer(Trainer):
         self.schedule = schedule_of(job_config)
         self.phase: Phase = self.schedule.phase_of_step(resume_step)
         self.active_layer_tokens = 0
+        self.stopping = False  # all student ranks agree on it at the end of a step
         self.replaced_model: nn.Module | None = None  # during growth: the model that the new one replaces
         job_config.maybe_log()
         super().__init__(self._titan_view(job_config))
         self.job_config: JobConfig = job_config
         self.metrics_processor.job_config = job_config
         self.objective = cast(Objective, self.loss_fn)
+        self.skipped = SkippedSteps(job_config.training.max_skipped_steps, self.metrics_processor)
         self.hooks = load_hooks(self.train_spec.phase_hooks, job_config.growth.hooks)
         self.build_lr_schedulers(self.phase)
         # torchtitan was shown the next multiple of the ranks; exactly the configured documents are dealt
@@ -204,6 +208,7 @@ class GrowthTrainer(Trainer):
             checkpoint_config=self.job_config.checkpoint,
             sd_adapter=self.train_spec.state_dict_adapter(self.model_args, None),
             base_folder=self.job_config.job.dump_folder,
+            keep_boundary_checkpoints=config.growth.keep_boundary_checkpoints,
         )
 
     @record
@@ -215,8 +220,8 @@ class GrowthTrainer(Trainer):
         alive is told by heartbeats and broken connections.
         """
         config = self.job_config
-        loaded = self.checkpointer.load(step=self.resume_step or -1)
-        assert self.step == self.resume_step or not loaded, f"loaded step {self.step}, expected {self.resume_step}"
+        self.checkpointer.load(step=self.resume_step or -1)
+        assert self.step == self.resume_step, f"loaded step {self.step}, expected {self.resume_step}"
         self.metrics_processor.start(self.schedule, self.phase, self.step)
         logger.info(f"Training starts at step {self.step + 1} of {self.schedule.total_steps}")
         if self.step == 0:
@@ -230,7 +235,7 @@ class GrowthTrainer(Trainer):
             assert self.dataloader is not None
             self.dataloader.first_step = self.step + 1
             data_iterator = self.batch_generator(self.dataloader)
-            while self.should_continue_training():
+            while self.should_continue_training() and not self.stopping:
                 self.step += 1
                 phase = self.schedule.phase_of_step(self.step)
                 if phase != self.phase:
@@ -243,7 +248,10 @@ class GrowthTrainer(Trainer):
                 for profiler in (torch_profiler, memory_profiler):
                     if profiler:
                         profiler.step()
-        self._finish()
+        if self.should_continue_training():
+            self._stop()
+        else:
+            self._finish()
 
     def grow(self, phase: Phase) -> None:
         """Enter a phase before its first step (``self.step``): run the hooks, then validate the student as it starts."""
@@ -256,9 +264,29 @@ class GrowthTrainer(Trainer):
             self.validator.validate(self.model_parts, self.step if step is None else step)
 
     def _save(self) -> None:
+        """Save if this step is due or the run stops here.
+
+        While steps are skipped, saves are put off but for those that the schedule needs: whatever made the numbers bad
+        may have been in the weights, and must not push out the last good checkpoint.
+        """
+        if self.skipped.in_a_row and not self.stopping and not self.schedule.ends_phase(self.step):
+            return
         started = time.perf_counter()
-        if self.checkpointer.save(self.step, last_step=self.step == self.schedule.total_steps):
+        last_step = self.step == self.schedule.total_steps
+        if self.checkpointer.save(self.step, last_step, self.stopping, before=self.metrics_processor.flush):
             self.metrics_processor.log_checkpoint(self.step, time.perf_counter() - started)
+
+    def _stop(self) -> None:
+        """End before the last step, as asked, once the checkpoint of this step is whole."""
+        self.checkpointer.wait_for_saves()
+        if self.teacher is not None:
+            self.teacher.close()
+        if self.checkpointer.saved_step == self.step:
+            ending = f"Saved at step {self.step} of {self.schedule.total_steps}; resume with the same command"
+        else:
+            ending = f"Not saved, since this run saves no checkpoints: stopped after step {self.step}"
+        logger.info(ending)
+        stopping.note("ending", ending)
 
     def _finish(self) -> None:
         self.checkpointer.wait_for_saves()
@@ -348,37 +376,48 @@ class GrowthTrainer(Trainer):
         grad_norm = dist_utils.clip_grad_norm_(
             [p for m in self.model_parts for p in m.parameters()], self.job_config.training.max_norm, foreach=True
         )
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
+        losses, norm = self._reduce(sums), float(grad_norm.item())
+        if self.skipped.may_update(self.step, losses.loss, norm, self._documents_of_step()):
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self._report(started, lr, norm, counts, losses)
         self.lr_schedulers.step()
-        self._report(started, lr, float(grad_norm.item()), counts, sums)
 
-    def _report(self, started: float, lr: float, grad_norm: float, counts: torch.Tensor, sums: torch.Tensor) -> None:
-        """Reduce the step's sums over the student's ranks and hand them to the metrics."""
+    def _reduce(self, sums: torch.Tensor) -> StepSums:
+        """Sum a step's losses and the teacher's wait over the student's ranks, and learn whether any is asked to stop."""
         wait = self.teacher.pop_wait_seconds() if self.teacher is not None else 0.0
-        totals = torch.cat([sums, sums.new_tensor([wait])])
+        totals = torch.cat([sums, sums.new_tensor([wait, float(self.world.stop_requested())])])
         dist.all_reduce(totals)
+        *losses, wait, stop = totals.tolist()
+        self.stopping = stop > 0
+        return StepSums(*losses, teacher_wait_s=wait / self.world.role_size)
+
+    def _documents_of_step(self) -> tuple[int, int]:
+        """[first, end) of the step's documents in the endlessly repeated shard."""
+        first = self.schedule.data_offset(self.step) * self.job_config.training.global_batch_size
+        return first, first + self.job_config.training.global_batch_size
+
+    def _report(self, started: float, lr: float, grad_norm: float, counts: torch.Tensor, sums: StepSums) -> None:
+        """Hand the step's figures to the metrics."""
         valid_tokens, processed_tokens = (int(count) for count in counts.tolist())
-        loss, ce, kl, kd, wait = totals.tolist()
         per_token = max(valid_tokens, 1)
-        ranks = self.world.role_size
         self.ntokens_seen += valid_tokens
         self.active_layer_tokens += valid_tokens * self.model_args.n_layers
-        first = self.schedule.data_offset(self.step) * self.job_config.training.global_batch_size
+        distilled = self.teacher is not None
         report = StepReport(
-            loss=loss,
-            ce=ce / per_token,
-            kl=kl / per_token if self.teacher is not None else None,
-            kd=kd / per_token if self.teacher is not None else None,
+            loss=sums.loss,
+            ce=sums.ce / per_token,
+            kl=sums.kl / per_token if distilled else None,
+            kd=sums.kd / per_token if distilled else None,
             lr=lr,
             grad_norm=grad_norm,
             valid_tokens=valid_tokens,
             processed_tokens=processed_tokens,
-            documents=(first, first + self.job_config.training.global_batch_size),
-            teacher_wait_s=wait / ranks if self.teacher is not None else None,
+            documents=self._documents_of_step(),
+            teacher_wait_s=sums.teacher_wait_s if distilled else None,
             step_s=time.perf_counter() - started,
         )
-        self.metrics_processor.log_step(self.step, report, ranks)
+        self.metrics_processor.log_step(self.step, report, self.world.role_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Global counts, the same on every rank (a rank's own count would jump on another world size)."""
@@ -386,9 +425,11 @@ class GrowthTrainer(Trainer):
             "step": self.step,
             "ntokens_seen": self.ntokens_seen,
             "active_layer_tokens": self.active_layer_tokens,
+            "skipped_in_a_row": self.skipped.in_a_row,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
         self.active_layer_tokens = state_dict["active_layer_tokens"]
+        self.skipped.in_a_row = state_dict["skipped_in_a_row"]

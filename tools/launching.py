@@ -137,14 +137,16 @@ def failure_line(log: Path, start: int) -> str:
 
 
 class Stop:
-    """Within it, SIGINT, SIGTERM and SIGHUP are noted in ``signal`` instead of ending this process."""
+    """Within it, SIGINT, SIGTERM and SIGHUP are noted in ``signal`` (the first) and ``count`` instead of ending this process."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.count = 0
         self.before: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
+        self.count += 1
 
     def __enter__(self) -> "Stop":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -250,7 +252,10 @@ class Runner:
         return f"its job {ending}: {failure_line(log, log_start)} (console: {log})"
 
     def _launch(self, index: int, title: str, first_step: int, lock: TextIO) -> int:
-        """One job from launch to exit; returns its exit status. A signal goes to its process group, once."""
+        """One job from launch to exit; returns its exit status.
+
+        The first signal goes to its process group, which then finishes its step and saves; so does the second, which ends it.
+        """
         run = self.runs[index]
         seconds = note_run(run)
         metrics = run.folder / METRICS_FILE
@@ -265,12 +270,13 @@ class Runner:
                 start_new_session=True,
                 pass_fds=[lock.fileno()],
             )
-        signalled = False
+        signalled = 0
         try:
             while (status := _wait(process, POLL_SECONDS)) is None:
-                if self.stop.signal and not signalled:
-                    signalled = True
-                    self.console.line(f"{title}: {self.stop.signal.name}, ending its job")
+                if self.stop.signal and signalled < min(self.stop.count, 2):
+                    signalled += 1
+                    what = "its job saves and ends" if signalled == 1 else "ending its job at once"
+                    self.console.line(f"{title}: {self.stop.signal.name}, {what}")
                     os.killpg(process.pid, self.stop.signal)
                 elif not signalled:
                     # a job that resumes replaces the file; until then it is the last launch's

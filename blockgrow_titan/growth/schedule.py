@@ -49,6 +49,10 @@ class GrowthSchedule:
             raise ValueError(f"step {step} is outside this run, which has {self.total_steps} steps")
         return next(phase for phase in self.phases if step <= phase.last_step)
 
+    def ends_phase(self, step: int) -> bool:
+        """Whether ``step`` is a phase's last."""
+        return any(phase.last_step == step for phase in self.phases)
+
     def data_offset(self, step: int) -> int:
         """t of ``step``: how many global batches its documents lie after the first one (invariant 2)."""
         start = self.phase_of_step(step).first_step if self.rewind else 1

@@ -236,6 +236,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _train_events(events: Sequence[dict[str, Any]], total: int) -> list[dict[str, Any]]:
+    if skipped := [event["step"] for event in events if event["event"] == "skipped"]:
+        raise Unusable(
+            f"it skipped {plural(len(skipped), 'step')}, the first of them {skipped[0]}, whose loss or gradient norm was not "
+            "finite: it has not learned from the documents that the other runs have"
+        )
     train = [event for event in events if event["event"] == "train"]
     for expected, event in enumerate(train, start=1):
         if event["step"] != expected:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
 [ "$1" = -P ] && exit 0
 printf '%s\\n' "argv: $*" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTHONPATH=$PYTHONPATH" "LOCAL_RANK=$LOCAL_RANK" \
-    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF"
+    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF" "huge pages: ${THP_MEM_ALLOC_ENABLE:-unset}"
 exit "${STATUS:-0}"
 """
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path):
 
 TORCHRUN = (
     f"argv: {ROOT}/tools/launch.py --nproc_per_node={{}} --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
-    "--local-ranks-filter {} --role rank --tee 3 -m {} --job.config_file {}"
+    "--max_restarts=0 --local-ranks-filter {} --role rank --tee 3 -m {} --job.config_file {}"
 )
 
 
@@ -56,7 +56,7 @@ def test_defaults_and_overrides(run) -> None:
     lines = run(CONFIG_FILE="a.toml").stdout.splitlines()
     assert TORCHRUN.format(2, 0, "blockgrow_titan.train", "a.toml") in lines
     assert "OMP_NUM_THREADS=1" in lines and f"PYTHONPATH={ROOT}" in lines
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines and "huge pages: 1" in lines
     assert lines[0].startswith(f"+ OMP_NUM_THREADS=1 python3 {ROOT}/tools/launch.py ")
     lines = run(
         "--training.steps", "1", "a b",
@@ -65,6 +65,9 @@ def test_defaults_and_overrides(run) -> None:
     assert TORCHRUN.format(3, "0,2", "my.train", "b.toml") + " --training.steps 1 a b" in lines
     assert "OMP_NUM_THREADS=2" in lines and f"PYTHONPATH={ROOT}:/x" in lines
     assert "OMP_NUM_THREADS=5" in run(CONFIG_FILE="a.toml", OMP_NUM_THREADS="5").stdout
+    assert " --max_restarts=3 " in run(CONFIG_FILE="a.toml", MAX_RESTARTS="3").stdout
+    assert "huge pages: unset" in run(CONFIG_FILE="a.toml", GPUS="2").stdout
+    assert "huge pages: 0" in run(CONFIG_FILE="a.toml", THP_MEM_ALLOC_ENABLE="0").stdout
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,7 @@ def test_exit_status_is_the_job_s(run) -> None:
         (["--job.config_file"], {}, "--job.config_file needs a file name after it"),
         (["--job.config_file=a.toml"], {"NGPU": "two"}, "NGPU is 'two', must be a positive number of ranks"),
         (["--job.config_file=a.toml"], {"NGPU": "0"}, "NGPU is '0', must be a positive number of ranks"),
+        (["--job.config_file=a.toml"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1', must be a number, 0 or more"),
     ],
 )
 def test_errors_are_one_line(run, arguments: list[str], env: dict[str, str], message: str) -> None:

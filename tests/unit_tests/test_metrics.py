@@ -90,11 +90,20 @@ def test_a_file_is_taken_up_where_there_is_none(tmp_path: Path) -> None:
 def test_summary_counts_by_phase_and_takes_the_endpoint() -> None:
     rows = summarize(EVENTS, MANIFEST)["phases"]
     assert rows == [
-        {"phase": 0, "active_blocks": 1, "active_layers": 1, "steps": 2, "valid_tokens": 30, "active_layer_tokens": 30,
+        {"phase": 0, "active_blocks": 1, "active_layers": 1, "steps": 2, "skipped_steps": 0, "valid_tokens": 30, "active_layer_tokens": 30,
          "ce": 5.0, "ppl": 148.4, "kl": 0.5, "kd": 3.0, "seconds": 1.0},
-        {"phase": 1, "active_blocks": 2, "active_layers": 2, "steps": 2, "valid_tokens": 70, "active_layer_tokens": 140,
+        {"phase": 1, "active_blocks": 2, "active_layers": 2, "steps": 2, "skipped_steps": 0, "valid_tokens": 70, "active_layer_tokens": 140,
          "ce": 4.0, "ppl": 54.6, "kl": 0.4, "kd": 2.5, "seconds": 1.0},
     ]  # fmt: skip
+
+
+def test_a_skipped_step_counts_as_a_step_and_its_tokens_do_not() -> None:
+    events = [e | {"event": "skipped"} if (e["event"], e["step"]) == ("train", 2) else e for e in EVENTS]
+    summary = summarize(events, MANIFEST)
+    assert [(row["steps"], row["skipped_steps"]) for row in summary["phases"]] == [(2, 1), (2, 0)]
+    assert summary["phases"][0]["valid_tokens"] == 10
+    assert "skipped steps" in closing_table(summary)[0]
+    assert "skipped steps" not in closing_table(summarize(EVENTS, MANIFEST))[0]
 
 
 def test_summary_without_validation_or_teacher(tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ def diverge(folder: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def skip_a_step(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    place = next(i for i, line in enumerate(lines) if line["event"] == "train" and line["step"] == 7)
+    lines[place] = {"event": "skipped", "step": 7, "phase": lines[place]["phase"], "documents": [0, 8]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (lambda f: cut(f / "metrics.jsonl"), "unfinished: metrics.jsonl is cut in the middle of line 69"),
     "no JSON": (
@@ -87,6 +95,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "absent": (lambda f: (f / "metrics.jsonl").unlink(), "corrupt: it has no metrics.jsonl"),
     "no text": (lambda f: (f / "metrics.jsonl").write_bytes(b"\xff\xfe"), "corrupt: metrics.jsonl cannot be read"),
     "diverged": (diverge, "diverged: the loss of step 7 is nan"),
+    "a skipped step": (skip_a_step, "it skipped 1 step, the first of them 7, whose loss or gradient norm was not finite"),
     "empty summary": (lambda f: (f / "summary.json").write_text(""), "corrupt: summary.json is empty"),
     "cut summary": (lambda f: cut(f / "summary.json"), "corrupt: summary.json is not whole"),
     "another summary": (lambda f: edit(f / "summary.json", set_ce), "corrupt: summary.json has ce 1.0 in phase 2"),

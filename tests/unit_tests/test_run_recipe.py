@@ -117,7 +117,7 @@ def test_a_signal_ends_the_running_job(bench: Bench, name: str, status: int) -> 
     ended, out, err = bench()
     assert ended == status and bench.launches == ["grow_pre-s42"]
     assert err.startswith(f"Stopped by {name}. To go on: tools/run_recipe.py {bench.recipe} ") and err.count("\n") == 1
-    assert f"{name}, ending its job" in out and "FAILED" not in out and "Validation" not in out
+    assert f"{name}, its job saves and ends" in out and "FAILED" not in out and "Validation" not in out
     assert (bench.folder / "signals").read_text() == f"{name}\n"  # once
     assert signal.getsignal(signal.SIGINT) is handler
     assert json.loads((runs[0].folder / "run.json").read_text())["seconds"] > 0
