@@ -28,6 +28,8 @@ GO, STEPS, WARM = "go", "steps.jsonl", "warm"
 WARMUP_STEPS = 2
 """The first step makes the optimizer's state; the second is the first whose memory is that of all later ones."""
 POLL_SECONDS = 0.02
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""What ``run_train.sh`` sets where there is no GPU."""
 
 
 class Pace:
@@ -218,7 +220,7 @@ def paced_job(
     command = [sys.executable, str(ROOT / "tools/launch.py"), f"--nproc_per_node={ranks}", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint=localhost:0", "-m", "blockgrow_titan.train", "--job.config_file", str(config_file)]
     dump = ["--job.dump_folder", str(folder / "dump")]
-    return Paced(name, folder, [*command, *dump, *arguments], {"OMP_NUM_THREADS": str(threads)})
+    return Paced(name, folder, [*command, *dump, *arguments], {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES)
 
 
 def _resident(pid: int, field: str) -> int:
