@@ -14,10 +14,10 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from blockgrow_titan.documents.dealing import MICRO_BATCHING
 from blockgrow_titan.documents.readers import RECORD_READERS
+from blockgrow_titan.documents.records import open_tokenizer
 from blockgrow_titan.documents.source import ON_BAD_DOCUMENT
 from blockgrow_titan.growth import schedule as growth_schedule
 from blockgrow_titan.growth.hooks import load_hooks
@@ -26,10 +26,14 @@ from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.model.placement import PLACEMENTS
 from blockgrow_titan.parse import check_types
 from blockgrow_titan.paths import resolve
+from blockgrow_titan.ranges import check_ranges
 from blockgrow_titan.teacher.check import check_teacher
+from blockgrow_titan.unsupported import check_unsupported
 
 TEACHER_DTYPES = ("bfloat16", "float32")
 DOWNLOAD = "A published model, tokenizer included, comes with: hf download ORGANISATION/MODEL --local-dir FOLDER"
+MAX_LAYERS = 10_000  # more would be a slip of the keys, and take hours to build
+MAX_TOKENS = 2**31 - 1  # kernels count the tokens of a micro-batch in 32 bits
 OPTIMIZERS = ("Adam", "AdamW")  # what torchtitan's builder knows
 
 
@@ -45,9 +49,10 @@ def check_config(job_config: JobConfig, *, needs_tokenizer: bool = True) -> None
         NotImplementedError: For an unsupported one.
     """
     check_types(job_config)
+    check_ranges(job_config)
     spec = _check_model(job_config)
     _check_values(job_config, spec)
-    _check_unsupported(job_config)
+    check_unsupported(job_config, dry_run=is_dry_run(job_config))
     if job_config.growth.start_phase != 0:
         raise ValueError("growth.start_phase is not a setting: remove it; a run resumes at its checkpoint's phase")
     growth_schedule.schedule_of(job_config)
@@ -70,11 +75,11 @@ def _check_model(job_config: JobConfig) -> TrainSpec:
         if module:
             importlib.import_module(module)
         spec = get_train_spec(name)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # a module of the user's may raise anything
         raise ValueError(
-            f'model.name is "{name}" and experimental.custom_import is "{module}": {error}. This plugin\'s are '
-            '"qwen3_block_stack" and "blockgrow_titan"'
-        ) from None
+            f'model.name is "{name}" and experimental.custom_import is "{module}": {type(error).__name__}: {error}. This '
+            'plugin\'s are "qwen3_block_stack" and "blockgrow_titan"'
+        ) from error
     if not hasattr(spec, "phase_hooks"):
         raise ValueError(
             f'model.name is "{name}", whose train spec cannot grow: use "qwen3_block_stack" or a GrowthTrainSpec'
@@ -84,6 +89,8 @@ def _check_model(job_config: JobConfig) -> TrainSpec:
 
 def _check_paths(job_config: JobConfig) -> None:
     """The documents must be there; in a dry run, absent ones are a warning."""
+    if not job_config.job.dump_folder:
+        raise ValueError('job.dump_folder is empty; set it to the folder of this run, "." for the current one')
     training, validation = job_config.training, job_config.validation
     sections = {"training": training, "validation": validation} if validation.enable else {"training": training}
     divided = {}
@@ -104,71 +111,9 @@ def _check_paths(job_config: JobConfig) -> None:
         )
 
 
-def _check_unsupported(job_config: JobConfig) -> None:
-    """Parts of torchtitan that this plugin does not combine with, by name."""
-    parallelism = job_config.parallelism
-    for name in ("tensor", "context", "pipeline", "expert", "expert_tensor"):
-        field = f"{name}_parallel_degree"
-        if (degree := getattr(parallelism, field)) > 1:
-            raise NotImplementedError(
-                f"parallelism.{field} is {degree}; only 1 is supported: students are sharded by FSDP2 "
-                "(data_parallel_shard_degree, data_parallel_replicate_degree)"
-            )
-    refused = {
-        "fault_tolerance.enable": job_config.fault_tolerance.enable,
-        "optimizer.early_step_in_backward": job_config.optimizer.early_step_in_backward,
-        "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
-    }
-    for name, value in refused.items():
-        if value:
-            raise NotImplementedError(f"{name} is true, which growth does not support: set it to false")
-    if job_config.comm.mode == "local_tensor":
-        raise NotImplementedError('comm.mode is "local_tensor", which is not supported: leave COMM_MODE unset')
-    if job_config.checkpoint.last_save_in_hf and not PLACEMENTS[job_config.block_stack.placement].is_qwen3:
-        raise NotImplementedError(
-            f'checkpoint.last_save_in_hf is true with block_stack.placement "{job_config.block_stack.placement}": only a '
-            "pre-norm student is a plain Qwen3; set it to false and export with `python -m tools.convert_hf to-hf`"
-        )
-    if job_config.checkpoint.last_save_in_hf and not job_config.checkpoint.last_save_model_only:
-        raise ValueError(
-            "checkpoint.last_save_in_hf is true, but Hugging Face's format holds the model only: set "
-            "checkpoint.last_save_model_only = true as well"
-        )
-    if job_config.checkpoint.initial_load_path and not job_config.checkpoint.initial_load_model_only:
-        raise NotImplementedError(
-            "checkpoint.initial_load_model_only is false: a run's step, optimizer and data position belong to its own "
-            "dump folder; set it to true to start from another run's weights"
-        )
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    packed = job_config.documents.micro_batching == "packed"
-    if device_type == "cuda" and packed and compiled and job_config.training.mixed_precision_param == "float32":
-        raise NotImplementedError(
-            'documents.micro_batching is "packed" with compile.enable in training.mixed_precision_param = "float32": on CUDA '
-            'only 16-bit attention within documents can be compiled; use "bfloat16", or micro_batching = "balanced"'
-        )
-    if device_type == "cpu" and not is_dry_run(job_config):
-        only_on_accelerators = {
-            "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
-            "profiling.enable_profiling": job_config.profiling.enable_profiling,
-            "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
-        }
-        for name, value in only_on_accelerators.items():
-            if value:
-                raise NotImplementedError(f"{name} is true, which needs an accelerator: set it to false on a CPU")
-        if job_config.checkpoint.async_mode == "async_with_pinned_mem":
-            raise NotImplementedError(
-                'checkpoint.async_mode is "async_with_pinned_mem", which needs an accelerator: use "async" on a CPU'
-            )
-
-
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f'{name} is "{value}"; it must be one of {", ".join(allowed)}')
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_ranks(job_config: JobConfig, student_ranks: int) -> None:
@@ -211,33 +156,7 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
         _one_of("optimizer.name", job_config.optimizer.name, OPTIMIZERS)
     _one_of("documents.on_bad_document", documents.on_bad_document, ON_BAD_DOCUMENT)
     _one_of("training.dataset", job_config.training.dataset, list(RECORD_READERS))
-    least = {
-        "block_stack.num_blocks": (job_config.block_stack.num_blocks, 1),
-        "block_stack.layers_per_block": (job_config.block_stack.layers_per_block, 1),
-        "training.steps": (job_config.training.steps, 1),
-        "training.seq_len": (job_config.training.seq_len, 2),
-        "training.local_batch_size": (job_config.training.local_batch_size, 1),
-        "distill.kd_weight": (distill.kd_weight, 0),
-        "distill.ce_weight": (distill.ce_weight, 0),
-        "distill.chunk_tokens": (distill.chunk_tokens, 1),
-        "teacher.ranks": (teacher.ranks, -1),
-        "teacher.shard_degree": (teacher.shard_degree, 1),
-        "teacher.prefetch": (teacher.prefetch, 0),
-        "teacher.timeout_seconds": (teacher.timeout_seconds, 1),
-        "documents.held_out_documents": (documents.held_out_documents, 0),
-        "metrics.log_freq": (job_config.metrics.log_freq, 1),
-        "checkpoint.interval": (job_config.checkpoint.interval, 1),
-        "checkpoint.keep_latest_k": (job_config.checkpoint.keep_latest_k, 0),
-    }
-    for name, (value, minimum) in least.items():
-        _at_least(name, value, minimum)
-    if job_config.training.global_batch_size != -1:  # torchtitan's: one micro-batch a rank
-        _at_least("training.global_batch_size", job_config.training.global_batch_size, 1)
     _one_of("documents.micro_batching", documents.micro_batching, MICRO_BATCHING)
-    _at_least_or_minus_one("documents.pad_to_multiple_of", documents.pad_to_multiple_of, "to choose")
-    _at_least_or_minus_one("documents.shard_documents", documents.shard_documents, "for all")
-    if distill.temperature <= 0:
-        raise ValueError(f"distill.temperature is {distill.temperature}; it must be above 0")
     if distill.kd_weight == distill.ce_weight == 0:
         raise ValueError("distill.kd_weight and distill.ce_weight are both 0: nothing would be trained")
     if not teacher.path and distill.kd_weight != 0:
@@ -250,15 +169,29 @@ def _check_values(job_config: JobConfig, spec: TrainSpec) -> None:
             f"lr_scheduler.total_steps is {job_config.lr_scheduler.total_steps}, but with growth.lr_at_growth = "
             '"restart" each phase has a schedule over its own steps: remove it, or set lr_at_growth = "continue"'
         )
-    if job_config.checkpoint.keep_latest_k == 1:
-        raise ValueError("checkpoint.keep_latest_k is 1: keep at least 2 (one may be half-written), or 0 for all")
+    if (steps := job_config.lr_scheduler.total_steps) is not None and steps < job_config.training.steps:
+        raise ValueError(
+            f"lr_scheduler.total_steps is {steps}, but training.steps is {job_config.training.steps}: after the end of the "
+            "schedule the learning rate would be negative; set it to at least training.steps, or remove it"
+        )
+    layers = job_config.block_stack.num_blocks * job_config.block_stack.layers_per_block
+    if layers > MAX_LAYERS:
+        raise ValueError(
+            f"block_stack.num_blocks {job_config.block_stack.num_blocks} times block_stack.layers_per_block "
+            f"{job_config.block_stack.layers_per_block} is {layers:,} layers; they must be {MAX_LAYERS:,} at most"
+        )
+    _check_micro_batch("training", job_config.training)
     _check_padding("training.seq_len", job_config.training.seq_len, documents.pad_to_multiple_of)
     _check_validation(job_config)
 
 
-def _at_least_or_minus_one(name: str, value: int, meaning: str) -> None:
-    if value != -1:
-        _at_least(f"{name} (or -1 {meaning})", value, 1)
+def _check_micro_batch(name: str, section: Any) -> None:
+    tokens = section.local_batch_size * section.seq_len
+    if tokens > MAX_TOKENS:
+        raise ValueError(
+            f"{name}.local_batch_size {section.local_batch_size} times {name}.seq_len {section.seq_len} is {tokens:,} tokens "
+            f"in a micro-batch; they must be {MAX_TOKENS:,} at most: lower either"
+        )
 
 
 def _check_padding(name: str, seq_len: int, multiple: int) -> None:
@@ -271,7 +204,6 @@ def _check_padding(name: str, seq_len: int, multiple: int) -> None:
 
 def _check_validation(job_config: JobConfig) -> None:
     validation, diagnostics = job_config.validation, job_config.diagnostics
-    _at_least_or_minus_one("diagnostics.tokens", diagnostics.tokens, "for twice validation.seq_len")
     if diagnostics.enable and not validation.enable:
         raise ValueError(
             "diagnostics.enable is true but validation.enable false; diagnostics are taken at each validation, on its "
@@ -280,8 +212,6 @@ def _check_validation(job_config: JobConfig) -> None:
     if not validation.enable:
         return
     _one_of("validation.dataset", validation.dataset, list(RECORD_READERS))
-    _at_least("validation.freq", validation.freq, 1)
-    _at_least("validation.local_batch_size", validation.local_batch_size, 1)
     if validation.steps != -1:
         raise ValueError(f"validation.steps is {validation.steps}; it must be -1: every document of the set is used")
     if not 2 <= validation.seq_len <= job_config.training.seq_len:
@@ -289,6 +219,7 @@ def _check_validation(job_config: JobConfig) -> None:
             f"validation.seq_len is {validation.seq_len}; it must be from 2 to training.seq_len = "
             f"{job_config.training.seq_len}, the length that the model is built for"
         )
+    _check_micro_batch("validation", validation)
     _check_padding("validation.seq_len", validation.seq_len, job_config.documents.pad_to_multiple_of)
 
 
@@ -304,11 +235,13 @@ def _check_tokenizer(job_config: JobConfig, args: BlockStackArgs, needed: bool) 
             raise ValueError(f"{error}. {DOWNLOAD}") from None
         logger.warning(f"{error}. A run would be refused")
         return None
-    tokenizer = HuggingFaceTokenizer(folder)
-    if tokenizer.get_vocab_size() > args.vocab_size:
+    tokenizer = open_tokenizer(folder, "model.hf_assets_path")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= args.vocab_size:
         raise ValueError(
-            f"model.hf_assets_path {folder} has a tokenizer of {tokenizer.get_vocab_size()} entries, more than the "
-            f'{args.vocab_size} of model.flavor "{job_config.model.flavor}": choose the flavor that fits the tokenizer'
+            f"model.hf_assets_path {folder} has a tokenizer of {tokenizer.get_vocab_size()} entries with ids up to {largest}, "
+            f'beyond the vocabulary of {args.vocab_size} of model.flavor "{job_config.model.flavor}": choose the flavor that '
+            "fits the tokenizer"
         )
     if tokenizer.token_to_id(job_config.documents.end_of_document) is None:
         raise ValueError(

@@ -4,17 +4,20 @@ torchtitan's ConfigManager does the merging; its tracebacks become a ``ValueErro
 any type through, so the types of all fields are checked here too.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import io
 import itertools
+import math
 import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from torchtitan.config import ConfigManager
@@ -23,6 +26,8 @@ from blockgrow_titan.job_config import JobConfig
 
 CONFIG_MODULE = '"blockgrow_titan.job_config"'
 PLUGIN_SECTIONS = ("block_stack", "growth", "distill", "teacher", "documents", "diagnostics")
+MAY_BE_INFINITE = ("training.max_norm",)  # gradients are then never clipped
+_MAX_SHOWN = 100  # letters of a value or of a line of a file
 
 
 class GrowthConfigManager(ConfigManager):
@@ -30,46 +35,117 @@ class GrowthConfigManager(ConfigManager):
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
         path = _option(args, "job.config_file")
-        if path is None:
-            return None
-        try:
-            with open(path, "rb") as file:
-                return tomllib.load(file)
-        except OSError as error:
-            raise ValueError(
-                f'job.config_file is "{path}", which cannot be read ({error.strerror}; current folder: {os.getcwd()})'
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f'job.config_file is "{path}", which is not valid TOML: {error}') from None
+        return None if path is None else read_toml(path)
 
     def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> Any:
+        job = (toml_values or {}).get("job")
+        module = _option(args, "job.custom_config_module")
+        if module is None and isinstance(job, dict):
+            module = job.get("custom_config_module")
+        if not module or not isinstance(module, str):  # another type is refused with its field's name
+            return self.config_cls
         try:
-            return super()._maybe_add_custom_config(args, toml_values)
-        except ImportError as error:
+            return self._merge_configs(self.config_cls, importlib.import_module(module).JobConfig)
+        except Exception as error:  # a module of the user's may raise anything
             raise ValueError(
-                f"job.custom_config_module cannot be imported ({error}); set it to {CONFIG_MODULE}, or to a module of "
-                "yours that extends it"
-            ) from None
+                f'job.custom_config_module is "{module}", of which no JobConfig comes ({type(error).__name__}: '
+                f"{' '.join(str(error).split())}); set it to {CONFIG_MODULE}, or to a module of yours that extends it"
+            ) from error
 
-    def _dict_to_dataclass(self, cls: Any, data: dict[str, Any]) -> Any:
-        if not dataclasses.is_dataclass(cls):
-            return data
-        types_of = {f.name: f.type for f in dataclasses.fields(cls)}
-        names = list(types_of)
+    def _dict_to_dataclass(self, cls: Any, data: dict[str, Any], prefix: str = "") -> Any:
+        """A section of the file, ``prefix`` its name and a dot, as its dataclass; names and types are checked."""
+        if not prefix:
+            self._fields = dict(_fields(cls))
+        kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+        values = {}
         for name, value in data.items():
-            if dataclasses.is_dataclass(types_of.get(name)) and not isinstance(value, dict):
-                raise ValueError(f"the config has {name} = {value!r}; it must be a section, [{name}]")
-            if name not in names:
-                section = getattr(cls, "__name__", "").removeprefix("Merged")
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names)}"
-                if name in PLUGIN_SECTIONS:
-                    hint = f"it is this plugin's: set job.custom_config_module = {CONFIG_MODULE}"
-                raise ValueError(f'the config has "{name}" in {section}, which has no such field; {hint}')
-        return super()._dict_to_dataclass(cls, data)
+            field = f"{prefix}{name}"
+            if name not in kinds:
+                raise ValueError(self._unknown(field, list(kinds)))
+            if not dataclasses.is_dataclass(kinds[name]):
+                check_type(field, value, kinds[name])
+                values[name] = _as_float(value, kinds[name])
+            elif isinstance(value, dict):
+                values[name] = self._dict_to_dataclass(kinds[name], value, f"{field}.")
+            else:
+                raise ValueError(f"the config has {field} = {_shown(value)}; it must be a section, [{field}]")
+        return _construct(cls, values, prefix)
+
+    def _unknown(self, field: str, names: list[str]) -> str:
+        """What to say of a field that its section does not have, with the likeliest name of one that there is."""
+        section, _, name = field.rpartition(".")
+        near = difflib.get_close_matches(name, names, n=1)
+        homes = [known for known in self._fields if known.rpartition(".")[2] == name]
+        if section == "" and name in PLUGIN_SECTIONS:
+            hint = f"it is this plugin's: set job.custom_config_module = {CONFIG_MODULE}"
+        elif 0 < len(homes) <= 3:
+            hint = f"did you mean {' or '.join(homes)}?"
+        elif near:
+            hint = f"did you mean {f'{section}.' if section else ''}{near[0]}?"
+        else:
+            hint = f"known: {', '.join(names)}"
+        return f"the config has {field}, but there is no such {'field' if section else 'section'}; {hint}"
 
     def _validate_config(self) -> None:
         """torchtitan only warns about a missing tokenizer here; ``check_config`` refuses it."""
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Read a config file: TOML in UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+
+    Raises:
+        ValueError: In one line with the file and, where there is one, the line that is wrong.
+    """
+    subject = f'job.config_file is "{path}"'
+    try:
+        with open(path, "rb") as file:
+            content = file.read().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise ValueError(f"{subject}, which cannot be read ({error.strerror}; current folder: {os.getcwd()})") from None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{subject}, which is not UTF-8 ({error.reason} in line {line}): save it as UTF-8") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"at line (\d+)", str(error))
+        lines = text.split("\n")
+        line_text = f", {_shown(lines[int(place[1]) - 1].strip())}" if place else ""
+        twice = any(words in str(error) for words in ("Cannot overwrite", "twice"))
+        hint = "; it is in the file twice: remove one" if twice else ""
+        raise ValueError(f"{subject}, which is not valid TOML: {error}{line_text}{hint}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, arrays too deep
+        raise ValueError(f"{subject}, which is not valid TOML: {error}") from None
+
+
+def _as_float(value: Any, kind: Any) -> Any:
+    """A whole number as a float where that is the field's type: torch does not take every number for another."""
+    options = typing.get_args(kind) or (kind,)
+    return float(value) if type(value) is int and float in options and int not in options else value
+
+
+def _construct(cls: Any, values: dict[str, Any], prefix: str) -> Any:
+    """A section from its values; torchtitan's own checks of a section name no field."""
+    try:
+        return cls(**values)
+    except (AssertionError, ValueError) as error:
+        for name, value in values.items():
+            try:
+                cls(**{name: value})
+            except (AssertionError, ValueError):
+                raise ValueError(f"{prefix}{name} is {_shown(value)}: {error}") from None
+        raise ValueError(f"[{prefix.rstrip('.')}] is refused: {error}") from None
+
+
+def _fields(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The full name and annotated type of every field of a config's class, sections' own included."""
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.type):
+            yield from _fields(f.type, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f.type
 
 
 def _option(args: list[str], name: str) -> str | None:
@@ -97,6 +173,8 @@ def parse_config(args: Sequence[str]) -> JobConfig:
         if not exit_.code:
             raise
         raise ValueError(_one_line(box.getvalue())) from None
+    except AssertionError as error:  # torchtitan's own checks of a section
+        raise ValueError(f"the command line does not fit the config: {error}") from None
 
 
 def _one_line(box: str) -> str:
@@ -106,6 +184,12 @@ def _one_line(box: str) -> str:
     near = re.search(r"Perhaps you meant:\n(--\S+)", rest)
     text = " ".join(text.split()) or "wrong arguments; see --help"
     return f"{text}; did you mean {near[1]}?" if near else text
+
+
+def _shown(value: Any) -> str:
+    """A value in an error's text."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _matches(value: Any, kind: Any) -> bool:
@@ -124,6 +208,29 @@ def _matches(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Check that a field's value has its annotated type, and that its numbers are finite and of 64 bits, its texts without NUL.
+
+    Raises:
+        ValueError: Naming the field, its value and what it must be.
+    """
+    if isinstance(kind, str):  # a module of the user's with postponed annotations
+        return
+    if not _matches(value, kind):
+        if typing.get_origin(kind) is Literal:
+            wanted = f"one of {', '.join(map(str, typing.get_args(kind)))}"
+        else:
+            wanted = str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
+        raise ValueError(f"{name} is {_shown(value)}, a {type(value).__name__}; it must be {wanted}")
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise ValueError(f"{name} is {_shown(value)}; a number must fit into 64 bits")
+        if isinstance(item, float) and not math.isfinite(item) and (math.isnan(item) or name not in MAY_BE_INFINITE):
+            raise ValueError(f"{name} is {_shown(value)}; it must be a finite number")
+        if isinstance(item, str) and "\0" in item:
+            raise ValueError(f"{name} is {_shown(value)}; a text must not have the character NUL")
+
+
 def check_types(section: Any, prefix: str = "") -> None:
     """Check that every field of a config, section by section, has its annotated type.
 
@@ -131,11 +238,13 @@ def check_types(section: Any, prefix: str = "") -> None:
         ValueError: Naming the field, its value and the type that it must have; or that the plugin's sections are absent.
     """
     if not prefix and not hasattr(section, "growth"):
-        raise ValueError(f"the config lacks this plugin's sections: set job.custom_config_module = {CONFIG_MODULE}")
+        file = f" in {section.job.config_file}" if section.job.config_file else ""
+        raise ValueError(
+            f"the config{file} lacks this plugin's sections: set job.custom_config_module = {CONFIG_MODULE}"
+        )
     for f in dataclasses.fields(section):
         value, name = getattr(section, f.name), f"{prefix}{f.name}"
         if dataclasses.is_dataclass(value):
             check_types(value, f"{name}.")
-        elif not isinstance(f.type, str) and not _matches(value, f.type):
-            wanted = getattr(f.type, "__name__", None) if not typing.get_args(f.type) else str(f.type)
-            raise ValueError(f"{name} is {value!r}, a {type(value).__name__}; it must be {wanted}")
+        else:
+            check_type(name, value, f.type)

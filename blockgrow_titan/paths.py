@@ -4,8 +4,10 @@ Configs name bundled files as ``package:blockgrow_titan/assets/...``, so that th
 from an installed wheel. Everything that opens a configured path (tokenizer, teacher, documents) resolves it here first.
 """
 
+import json
 import os
 from importlib.resources import files
+from typing import Any
 
 PACKAGE_PREFIX = "package:"
 
@@ -28,7 +30,7 @@ def resolve(path: str, field: str = "path") -> str:
         package, _, inside = path.removeprefix(PACKAGE_PREFIX).partition("/")
         try:
             resolved = str(files(package).joinpath(inside))
-        except (ModuleNotFoundError, ValueError) as error:
+        except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f'{field} = "{path}": "{package}" is not an importable package ({error})') from error
     else:
         resolved = os.path.abspath(os.path.expanduser(path))
@@ -38,3 +40,25 @@ def resolve(path: str, field: str = "path") -> str:
             f'folder, bundled ones start with "{PACKAGE_PREFIX}"'
         )
     return resolved
+
+
+def read_json_object(path: str, remedy: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Args:
+        path: The file.
+        remedy: What the error advises.
+
+    Raises:
+        ValueError: If the file cannot be read, is not UTF-8, or holds anything else; the text names it, in one line.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8, numbers too long, lists too deep
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object: {remedy}")
+    return value

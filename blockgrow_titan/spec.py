@@ -11,6 +11,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from blockgrow_titan.distill.objective import Objective
 from blockgrow_titan.documents.batches import DocumentDataLoader, build_collator
 from blockgrow_titan.documents.dealing import micro_batching_of
+from blockgrow_titan.documents.records import open_tokenizer
 from blockgrow_titan.documents.source import source_of
 from blockgrow_titan.growth.hooks import PHASE_HOOKS, PhaseHook
 from blockgrow_titan.growth.schedule import schedule_of
@@ -42,7 +43,7 @@ def model_args_of(job_config: JobConfig) -> BlockStackArgs:
 
 def build_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer:
     """The data's tokenizer, from the folder ``model.hf_assets_path``."""
-    return HuggingFaceTokenizer(resolve(job_config.model.hf_assets_path, "model.hf_assets_path"))
+    return open_tokenizer(resolve(job_config.model.hf_assets_path, "model.hf_assets_path"), "model.hf_assets_path")
 
 
 def build_objective(job_config: JobConfig, **kwargs: object) -> Objective:

@@ -124,8 +124,8 @@ def read_config(path: str, overrides: list[str]) -> "JobConfig":
     if module := job_config.experimental.custom_import:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f'experimental.custom_import is "{module}": {error}') from None
+        except Exception as error:  # a module of the user's may raise anything
+            raise ValueError(f'experimental.custom_import is "{module}": {type(error).__name__}: {error}') from error
     return job_config
 
 

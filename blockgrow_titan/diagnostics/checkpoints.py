@@ -16,6 +16,7 @@ from blockgrow_titan.diagnostics.batch import FixedBatch, default_tokens, fixed_
 from blockgrow_titan.diagnostics.probes import probe
 from blockgrow_titan.diagnostics.recorder import record_of
 from blockgrow_titan.documents.pretokenized import tokenizer_fingerprint
+from blockgrow_titan.documents.records import open_tokenizer
 from blockgrow_titan.documents.source import DocumentSource, build_source
 from blockgrow_titan.growth.manifest import data_differences
 from blockgrow_titan.hf.checkpoint import StudentCheckpoint, open_checkpoint
@@ -126,7 +127,7 @@ def _load_tokenizer(path: str, field: str) -> HuggingFaceTokenizer:
         raise ValueError(f"{error}; or name the tokenizer's folder with --tokenizer") from None
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{field} is {folder}, which has no tokenizer.json: name its folder with --tokenizer")
-    return HuggingFaceTokenizer(str(folder))
+    return open_tokenizer(str(folder), field)
 
 
 def _source(

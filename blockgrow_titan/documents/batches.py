@@ -148,7 +148,8 @@ class StepDocuments(Dataset[list[Batch]]):
         if self.micro_batching.needs_lengths:
             lengths = lengths_of(self.source, documents)
         if lengths is None:
-            read = {i: self.source[i] for i in dict.fromkeys(documents)}
+            distinct = list(dict.fromkeys(documents))
+            read = dict(zip(distinct, self.source.read(distinct), strict=True))
             lengths = [len(read[i]) - 1 for i in documents]
         mine = self.micro_batching.deal(lengths, self.world_size)[self.rank]
         ids = lambda i: read[i] if i in read else self.source[i]  # noqa: E731

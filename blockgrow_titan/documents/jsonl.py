@@ -19,12 +19,14 @@ from blockgrow_titan.documents.records import (
     require_text_column,
 )
 
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # how files of gzip and zstd begin
+
 
 class JsonlReader(TextReader):
     """One JSON object a line, from a file or from a folder's ``*.jsonl`` in order of their names.
 
     The byte offset of every line is found once, at the start; records are then read by offset. Blank lines at the end
-    of a file are no records; others are bad ones.
+    of a file are no records; others are bad ones. A byte order mark at the start of a file is no part of its first record.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -35,7 +37,12 @@ class JsonlReader(TextReader):
         for file in self._files:
             if 0 <= config.max_documents <= len(self):
                 break
-            offsets.append(self._line_offsets(file, config.max_documents))
+            try:
+                offsets.append(self._line_offsets(file, config.max_documents))
+            except OSError as error:
+                raise ValueError(
+                    f'{config.field} = "{config.path}": {file} cannot be read ({error.strerror})'
+                ) from error
             self._ends.append(len(self) + len(offsets[-1]))
         self._offsets = np.concatenate(offsets)
         self._open = OpenPerProcess(partial(open, mode="rb"))
@@ -46,6 +53,8 @@ class JsonlReader(TextReader):
         offsets, offset, lines = array("q"), 0, 0  # lines: up to the last one that is not blank
         with open(file, "rb") as stream:
             for line in stream:
+                if offset == 0 and line.startswith(COMPRESSED):
+                    raise ValueError(f"{file} is compressed: decompress it first, with gunzip or unzstd")
                 offsets.append(offset)
                 offset += len(line)
                 if not line.isspace():
@@ -79,6 +88,8 @@ class JsonlReader(TextReader):
 
     def text(self, i: int) -> Any:
         line = self._line(i).decode("utf-8").rstrip("\n")
+        if self._offsets[i] == 0:
+            line = line.removeprefix("\ufeff")
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:

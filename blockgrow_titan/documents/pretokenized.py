@@ -12,7 +12,9 @@ does for text, so a run on these files trains on the same batches as one that to
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +28,12 @@ from blockgrow_titan.documents.records import (
     RecordReader,
     tokenizer_parts,
 )
-from blockgrow_titan.paths import resolve
+from blockgrow_titan.paths import read_json_object, resolve
 
 FORMAT = 1
 INDEX_FILE = "dataset.json"
+ID_TYPES = ("uint16", "uint32")
+MEND = "copy the folder again, or prepare the data again"
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -73,7 +77,7 @@ class Shard:
             found = os.path.getsize(path) if os.path.isfile(path) else None
             if found != size:
                 problem = "is missing" if found is None else f"has {found} bytes, not the {size} it was written with"
-                raise ValueError(f"{path} {problem}: copy the folder again, or prepare the data again")
+                raise ValueError(f"{path} {problem}: {MEND}")
 
     def open(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the maps of ids [tokens] and offsets [documents + 1]."""
@@ -93,21 +97,45 @@ def read_index(folder: str) -> dict[str, Any]:
     """Return a folder's ``dataset.json``.
 
     Raises:
-        ValueError: If there is none, it is not JSON, or it has another format.
+        ValueError: If there is none, it is not JSON, it has another format, or a field of it is not what it must be.
     """
     path = os.path.join(folder, INDEX_FILE)
-    try:
-        with open(path) as file:
-            index = json.load(file)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}): tools/prepare_data.py makes such a folder, OUT/train or OUT/validation"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): prepare the data again") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+    remedy = "prepare the data again (tools/prepare_data.py makes such folders, OUT/train and OUT/validation)"
+    index = read_json_object(path, remedy)
+    if index.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}: prepare the data again with this version")
+    for name, holds in _INDEX_FIELDS.items():
+        if not holds(index.get(name)):
+            raise ValueError(f"{path} has a wrong {name}: {MEND}")
     return index
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_source(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("kind", "path", "split")):
+        return False
+    held_out = value.get("held_out_documents", "absent")
+    return held_out is None or _is_count(held_out)
+
+
+_INDEX_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "tokenizer": lambda value: isinstance(value, str),
+    "digest": lambda value: isinstance(value, str),
+    "id_type": lambda value: value in ID_TYPES,
+    "max_length": _is_count,
+    "source": _is_source,
+    "shards": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(shard, list) and len(shard) == 2 and all(map(_is_count, shard)) for shard in value)
+    ),
+    "bad_documents": lambda value: (
+        isinstance(value, dict)
+        and all(re.fullmatch(r"\d{1,18}", i) and isinstance(text, str) for i, text in value.items())
+    ),
+}
 
 
 class PretokenizedReader(RecordReader):
@@ -130,7 +158,8 @@ class PretokenizedReader(RecordReader):
             shard.check_files()
         self._ends = np.cumsum([shard.documents for shard in self._shards]).tolist()
         self._bad_documents = {int(i): text for i, text in index["bad_documents"].items()}
-        self._seq_len = config.seq_len
+        self._seq_len, self._max_length = config.seq_len, index["max_length"]
+        self._vocab_size = max(config.tokenizer.get_vocab().values()) + 1
         self._open = OpenPerProcess(Shard.open)
 
     @classmethod
@@ -176,14 +205,27 @@ class PretokenizedReader(RecordReader):
     def ids(self, i: int, tokenizer: HuggingFaceTokenizer) -> list[int]:
         if (text := self._bad_documents.get(i)) is not None:
             raise BadDocumentError(text)
-        shard, place = self._shard_and_place(i)
-        ids, offsets = self._open(shard)
-        return ids[offsets[place] : offsets[place + 1]][: self._seq_len].tolist()
+        file, ids = self._stored_ids(i)
+        ids = ids[: self._seq_len]
+        if len(ids) and (largest := int(ids.max())) >= self._vocab_size:
+            raise ValueError(
+                f"{file} is damaged: document {i} has the id {largest}, the tokenizer's end at {self._vocab_size - 1}; {MEND}"
+            )
+        return ids.tolist()
 
     def length(self, i: int) -> int:
+        return min(len(self._stored_ids(i)[1]), self._seq_len)
+
+    def _stored_ids(self, i: int) -> tuple[str, np.ndarray]:
+        """The file of document i and its ids there; raises ``ValueError`` if the offsets cannot be true."""
         shard, place = self._shard_and_place(i)
-        _, offsets = self._open(shard)
-        return min(int(offsets[place + 1] - offsets[place]), self._seq_len)
+        ids, offsets = self._open(shard)
+        start, stop = int(offsets[place]), int(offsets[place + 1])
+        if not 0 <= start <= stop <= len(ids) or stop - start > self._max_length:
+            raise ValueError(
+                f"{shard.file('offsets')} is damaged: document {i} would be ids {start} to {stop} of {len(ids)}; {MEND}"
+            )
+        return shard.file("ids"), ids[start:stop]
 
     def digest(self, num_documents: int, tokenizer: HuggingFaceTokenizer) -> str:
         """Return what the reader that these documents were made with returns for as many of them."""

@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 from blockgrow_titan.documents.pretokenized import INDEX_FILE, Shard, read_index
 from blockgrow_titan.documents.source import DocumentSource
+from blockgrow_titan.paths import read_json_object
 
 DOCUMENTS_AT_A_TIME = 1024
 
@@ -69,16 +70,16 @@ class PretokenizedWriter:
     def _find_shards(self) -> None:
         """Take over the whole shards of an interrupted run, if the documents are still the same."""
         while os.path.exists(record := self._record(len(self.shards))):
-            with open(record) as file:
-                saved = json.load(file)
-            shard = self._shard(saved["documents"], saved["tokens"])
             try:
+                saved = read_json_object(record, "the shard counts as absent")
+                shard = self._shard(saved["documents"], saved["tokens"])
+                bad_documents = {int(i): text for i, text in saved["bad_documents"].items()}
                 shard.check_files()
-            except ValueError as error:  # the machine went down before all of it was on the disk
-                logger.warning(f"Written again: {error}")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:  # the machine went down in between
+                logger.warning(f"Written again: {record} or its files are not whole ({error})")
                 break
             self.shards.append(shard)
-            self.bad_documents |= {int(i): text for i, text in saved["bad_documents"].items()}
+            self.bad_documents |= bad_documents
         for key in self.source.reader.keys(0, self.done, self.source.tokenizer):
             self.digest.update(key)
         if self.shards:

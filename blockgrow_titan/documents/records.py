@@ -12,15 +12,37 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from blockgrow_titan.paths import resolve
+from blockgrow_titan.paths import read_json_object, resolve
 
 SAMPLED_DOCUMENTS = 16
+
+
+def open_tokenizer(folder: str, field: str) -> HuggingFaceTokenizer:
+    """torchtitan's tokenizer of a folder with ``tokenizer.json``.
+
+    Args:
+        folder: The folder.
+        field: The config field that names it, for errors.
+
+    Raises:
+        ValueError: If a file of it is damaged; the text names field and folder.
+    """
+    config = os.path.join(folder, "tokenizer_config.json")
+    try:
+        if os.path.exists(config):
+            read_json_object(config, "download it again")
+        return HuggingFaceTokenizer(folder)
+    except Exception as error:  # the tokenizers library raises plain exceptions, torchtitan's reading of its config any
+        raise ValueError(
+            f"{field} is {folder}, whose tokenizer cannot be read ({type(error).__name__}: {error}): download "
+            "tokenizer.json and tokenizer_config.json again"
+        ) from error
 
 
 def tokenizer_parts(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
@@ -93,9 +115,9 @@ class RecordReader(ABC):
         """Return how many ids record i has, 0 for a bad one, if the reader knows it without making them; else None."""
         return None
 
-    def ids_of(self, records: range, tokenizer: HuggingFaceTokenizer) -> list[list[int] | BadDocumentError]:
+    def ids_of(self, records: Sequence[int], tokenizer: HuggingFaceTokenizer) -> list[list[int] | BadDocumentError]:
         """Return ``ids`` of several records at once; a bad record's error stands in its place."""
-        return [_result_or_error(self.ids, i, tokenizer) for i in records]
+        return [result_or_error(self.ids, i, tokenizer) for i in records]
 
     def keys(self, first: int, last: int, tokenizer: HuggingFaceTokenizer) -> Iterator[bytes]:
         """Yield what identifies each of the records ``first`` to ``last`` - 1, one after the other.
@@ -105,7 +127,7 @@ class RecordReader(ABC):
         """
         for i in range(first, last):
             if i < SAMPLED_DOCUMENTS or i & (i - 1) == 0:
-                ids = _result_or_error(self.ids, i, tokenizer)
+                ids = result_or_error(self.ids, i, tokenizer)
                 yield b"bad\n" if isinstance(ids, BadDocumentError) else f"{ids}\n".encode()
             else:
                 yield b""
@@ -118,7 +140,8 @@ class RecordReader(ABC):
         return digest.hexdigest()
 
 
-def _result_or_error(call: Callable[..., Any], *arguments: Any) -> Any:
+def result_or_error(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns, or the ``BadDocumentError`` that it raises."""
     try:
         return call(*arguments)
     except BadDocumentError as error:
@@ -153,11 +176,11 @@ class TextReader(RecordReader):
     def ids(self, i: int, tokenizer: HuggingFaceTokenizer) -> list[int]:
         return tokenizer.encode(self.checked_text(i), add_bos=False, add_eos=False)
 
-    def ids_of(self, records: range, tokenizer: HuggingFaceTokenizer) -> list[list[int] | BadDocumentError]:
-        """As the base class says, with all texts tokenised in one call, which uses every core."""
+    def ids_of(self, records: Sequence[int], tokenizer: HuggingFaceTokenizer) -> list[list[int] | BadDocumentError]:
+        """As the base class says, with all texts tokenised in one call, on ``RAYON_NUM_THREADS`` cores."""
         if type(tokenizer).encode is not HuggingFaceTokenizer.encode or type(self).ids is not TextReader.ids:
             return super().ids_of(records, tokenizer)  # somebody's own way to make ids
-        texts = [_result_or_error(self.checked_text, i) for i in records]
+        texts = [result_or_error(self.checked_text, i) for i in records]
         encodings = iter(tokenizer.tokenizer.encode_batch_fast([text for text in texts if isinstance(text, str)]))
         return [next(encodings).ids if isinstance(text, str) else text for text in texts]
 
@@ -176,7 +199,10 @@ def files_of(config: ReaderConfig, suffix: str) -> list[str]:
     path = resolve(config.path, config.field)
     if os.path.isfile(path):
         return [path]
-    names = sorted(name for name in os.listdir(path) if name.endswith(suffix))
+    try:
+        names = sorted(name for name in os.listdir(path) if name.endswith(suffix))
+    except OSError as error:
+        raise ValueError(f'{config.field} = "{config.path}": {path} cannot be read ({error.strerror})') from error
     if not names:
         raise ValueError(f'{config.field} = "{config.path}": the folder {path} has no *{suffix} file')
     return [os.path.join(path, name) for name in names]

@@ -9,12 +9,17 @@ Footgun: a tokenizer's file may carry a truncation or padding setting, which wou
 switched off here, as in ``transformers``.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
 from blockgrow_titan.documents.readers import RECORD_READERS, BadDocumentError, ReaderConfig, RecordReader
+from blockgrow_titan.documents.records import result_or_error
 from blockgrow_titan.job_config import ConfigError, JobConfig
 
 ON_BAD_DOCUMENT = ("stop", "skip")
@@ -65,19 +70,38 @@ class DocumentSource(Dataset[list[int]]):
         """Distinct bad documents met so far by this process and its loader workers."""
         return 0 if self._bad is None else int(self._bad.sum())
 
+    def agreed_bad_documents(self, device: torch.device) -> int:
+        """Distinct bad documents that any rank has met so far; collective, over the default group.
+
+        Args:
+            device: Where the group's collectives run.
+        """
+        if self._bad is None:
+            return 0
+        met = self._bad.to(device, copy=True)  # [documents], 1 for a bad one
+        dist.all_reduce(met, dist.ReduceOp.MAX)
+        return int(met.sum())
+
     def __getitem__(self, i: int) -> list[int]:
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
-        try:
-            ids = self.reader.ids(i, self.tokenizer)
-        except BadDocumentError as error:
+        return self._document(i, result_or_error(self.reader.ids, i, self.tokenizer))
+
+    def read(self, documents: Sequence[int]) -> list[list[int]]:
+        """Return ``self[i]`` of several documents, whose texts are tokenised together, on several cores."""
+        found = self.reader.ids_of(documents, self.tokenizer)
+        return [self._document(i, ids) for i, ids in zip(documents, found, strict=True)]
+
+    def _document(self, i: int, ids: list[int] | BadDocumentError) -> list[int]:
+        """The ids of document i from what its record gave."""
+        if isinstance(ids, BadDocumentError):
             if self._bad is None:
                 raise BadDocumentError(
-                    f'{error}. Mend the record, or set documents.on_bad_document = "skip" to count it as empty'
-                ) from error
+                    f'{ids}. Mend the record, or set documents.on_bad_document = "skip" to count it as empty'
+                ) from ids
             if not self._bad[i]:
                 self._bad[i] = 1
-                logger.warning(f"{error}. Counted as an empty document")
+                logger.warning(f"{ids}. Counted as an empty document")
             ids = []
         return [*ids, self.end_of_document_id][: self.seq_len]
 
@@ -219,3 +243,21 @@ def build_source(
     source.check_first_documents()
     logger.info(f"{field}: {len(source)} documents of {path or kind} ({kind})")
     return source
+
+
+def report_bad_documents(sources: Mapping[str, Any], device: torch.device) -> None:
+    """Say how many documents of each set counted as empty: whoever met one has said so, perhaps on no console.
+
+    Collective, over the default group.
+
+    Args:
+        sources: By the name of the set; anything but a ``DocumentSource`` is passed over.
+        device: Where the group's collectives run.
+    """
+    for name, source in sources.items():
+        if isinstance(source, DocumentSource) and (bad := source.agreed_bad_documents(device)):
+            documents = "1 document" if bad == 1 else f"{bad:,} documents"
+            logger.warning(
+                f"{name}: {documents} of {len(source):,} could not be read and counted as empty "
+                '(documents.on_bad_document = "skip")'
+            )

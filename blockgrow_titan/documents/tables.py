@@ -92,8 +92,10 @@ class ParquetReader(TableReader):
     """
 
     def __init__(self, config: ReaderConfig, needs_ids: bool = False) -> None:
+        import pyarrow
         from pyarrow.parquet import ParquetFile
 
+        self._errors = (OSError, ValueError, pyarrow.ArrowException)  # that a damaged file raises
         self._text_column = config.text_column
         # file, row group in it, row of the file that it starts with, whether it has ids
         self._groups: list[tuple[str, int, int, bool]] = []
@@ -104,7 +106,7 @@ class ParquetReader(TableReader):
             try:
                 with ParquetFile(file) as parquet:
                     schema, metadata = parquet.schema_arrow, parquet.metadata
-            except (OSError, ValueError) as error:
+            except self._errors as error:
                 raise ValueError(f'{config.field} = "{config.path}": {file} is not a Parquet file ({error})') from error
             has_ids = self._check_columns(schema, config, file, needs_ids)
             first_row = 0
@@ -122,7 +124,7 @@ class ParquetReader(TableReader):
             file, group_of_file, *_ = self._groups[group]
             try:
                 column = self._open(file).read_row_group(group_of_file, columns=[name], use_threads=False)[name]
-            except (OSError, ValueError) as error:
+            except self._errors as error:
                 raise ValueError(f"{file}: row group {group_of_file} cannot be read ({error})") from error
             self._cached[name] = (group, column)
         return column
@@ -189,7 +191,7 @@ class DatasetsReader(TableReader):
                     data = data[config.split]
             else:
                 data = datasets.load_dataset(path, split=config.split)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except Exception as error:  # of a damaged folder or a network that fails: each library below has its own kinds
             raise ValueError(f'{config.field} = "{config.path}" cannot be loaded from {path}: {error}') from error
         return data, f"{path}, split {config.split}"
 

@@ -93,9 +93,9 @@ def load_hooks(hook_classes: tuple[type[PhaseHook], ...], extra: list[str]) -> l
         module, _, name = entry.partition(":")
         try:
             hook = getattr(importlib.import_module(module), name)()
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
+        except Exception as error:  # a module of the user's may raise anything
             raise ValueError(
-                f'growth.hooks has "{entry}", which must be "module:Class" of a phase hook: {error}'
+                f'growth.hooks has "{entry}", which must be "module:Class" of a phase hook: {type(error).__name__}: {error}'
             ) from error
         if not (callable(getattr(hook, "before_phase", None)) and callable(getattr(hook, "after_phase", None))):
             raise ValueError(f'growth.hooks has "{entry}", which lacks before_phase or after_phase (see PhaseHook)')

@@ -7,7 +7,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.tools.logging import logger
 
-from blockgrow_titan.documents.records import tokenizer_parts
+from blockgrow_titan.documents.records import open_tokenizer, tokenizer_parts
 from blockgrow_titan.job_config import JobConfig
 from blockgrow_titan.model.args import BlockStackArgs
 from blockgrow_titan.paths import resolve
@@ -104,7 +104,7 @@ def _check_same_tokenizer(job_config: JobConfig, folder: str, tokenizer: Hugging
         raise ValueError(
             f"teacher.path {folder} has no tokenizer.json, so its tokenizer cannot be compared: add the file"
         )
-    theirs, ours = tokenizer_parts(HuggingFaceTokenizer(folder)), tokenizer_parts(tokenizer)
+    theirs, ours = tokenizer_parts(open_tokenizer(folder, "teacher.path")), tokenizer_parts(tokenizer)
     for part in ours:
         if theirs[part] != ours[part]:
             raise ValueError(

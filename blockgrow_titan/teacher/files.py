@@ -11,19 +11,19 @@ No collective runs here: each rank opens the folder itself and reads the rows th
 import json
 import math
 import os
-import pickle
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
+from blockgrow_titan.checkpoint_io import CheckpointReader, one_line
 from blockgrow_titan.teacher.layout import (
     CONFIG,
     EMBEDDING,
@@ -169,7 +169,7 @@ class TeacherFiles(ABC):
                 value = json.load(file)
         except OSError as error:
             raise self._error(f"has a {name} that cannot be read ({error.strerror}): check its permissions") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, numbers too long, lists too deep
             raise self._error(f"has a {name} that is not JSON ({error}): download it again") from error
         if not isinstance(value, dict):
             raise self._error(f"has a {name} that holds no JSON object: download it again")
@@ -213,6 +213,8 @@ class HuggingFaceFiles(TeacherFiles):
         files = self._json(INDEX, "download it").get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
             raise self._error(f"has no weight_map in {INDEX}: download it again")
+        if outside := [file for file in sorted(set(files.values())) if os.path.basename(file) != file]:
+            raise self._error(f"has a {INDEX} that names {shortened(outside)}, which is not in the folder: download it")
         absent = [f for f in sorted(set(files.values())) if not os.path.isfile(os.path.join(self.folder, f))]
         if absent:
             raise self._absent(f"has a {INDEX} that names {shortened(absent)}, which is not there: download it")
@@ -240,19 +242,23 @@ class ConvertedFiles(TeacherFiles):
     """``config.json`` and a distributed checkpoint in torchtitan's names, as ``hf/from_hf.py`` writes it."""
 
     def _read_headers(self) -> dict[str, Header]:
-        self._reader = FileSystemReader(self.folder)
+        self._reader = CheckpointReader(self.folder)
         try:
             metadata = self._reader.read_metadata()
-            ends = [(stored.relative_path, stored.offset + stored.length) for stored in metadata.storage_data.values()]
-        except Exception as error:  # a damaged pickle raises almost anything
+            ends = [
+                (str(stored.relative_path), int(stored.offset + stored.length))
+                for stored in metadata.storage_data.values()
+            ]
+            self._tensors: dict[str, Any] = metadata.state_dict_metadata
+            self._fqns = hf_names(self._tensors, self.args)
+            headers = {name: _header(self._tensors[fqn]) for name, fqn in self._fqns.items()}
+        except Exception as error:  # a damaged pickle raises almost anything, and may hold anything
             raise self._error(
-                f"has a {DCP_METADATA} that cannot be read ({error}): convert its source again"
+                f"has a {DCP_METADATA} that cannot be read ({one_line(error.__cause__ or error)}): convert its source again"
             ) from error
         self._check_files(ends)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors: dict[str, Any] = metadata.state_dict_metadata
-        self._fqns = hf_names(self._tensors, self.args)
-        return {name: _header(self._tensors[fqn]) for name, fqn in self._fqns.items()}
+        return headers
 
     def _check_files(self, ends: list[tuple[str, int]]) -> None:
         sizes: dict[str, int] = {}
@@ -274,14 +280,15 @@ class ConvertedFiles(TeacherFiles):
         if not buffer.numel():
             return buffer
         wanted = ChunkStorageMetadata(torch.Size([start] + [0] * (len(shape) - 1)), buffer.shape)
-        items = create_read_items_for_chunk_list(fqn, self._tensors[fqn], [wanted])
-        if sum(math.prod(item.lengths) for item in items) != buffer.numel():
-            raise self._error(f"does not have all rows of {name}: convert its source again")
         try:
-            self._reader.read_data(LoadPlan(items), _IntoBuffer(buffer)).wait()
-        except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, AssertionError) as error:
-            cause = str(error).strip().splitlines() or [type(error).__name__]
-            raise self._error(f"cannot be read at {name} ({cause[0]}): convert its source again") from error
+            items = create_read_items_for_chunk_list(fqn, self._tensors[fqn], [wanted])
+            complete = sum(math.prod(item.lengths) for item in items) == buffer.numel()
+            if complete:
+                self._reader.read_data(LoadPlan(items), _IntoBuffer(buffer)).wait()
+        except Exception as error:  # as above
+            raise self._error(f"cannot be read at {name} ({one_line(error)}): convert its source again") from error
+        if not complete:
+            raise self._error(f"does not have all rows of {name}: convert its source again")
         return buffer
 
 

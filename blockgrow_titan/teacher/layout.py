@@ -1,7 +1,7 @@
 """What a Qwen3 is: dimensions from its config, tensors by Hugging Face's and torchtitan's names, what is wrong with others."""
 
-import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,10 @@ _SIZES = {
     "hidden_dim": "intermediate_size",
     "max_seq_len": "max_position_embeddings",
 }
+
+# No model is larger; beyond, a shape would overflow, or the layers take hours to write down.
+_MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**30}
+_MOST_OTHER = 2**20
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _MAX_LISTED = 12
@@ -63,6 +67,12 @@ def model_args(config: dict[str, Any], subject: str) -> Qwen3ModelArgs:
             "fp32"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tied = config.get("tie_word_embeddings") or False
+    if not isinstance(rope, dict) or not isinstance(tied, bool):
+        raise ValueError(
+            f"{subject} has rope parameters {rope!r} and tie_word_embeddings = {tied!r} in {CONFIG}; they must be an object "
+            "and true or false"
+        )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, value, supported in (
         ("rope_type", rope_type, "default"),
@@ -75,21 +85,33 @@ def model_args(config: dict[str, Any], subject: str) -> Qwen3ModelArgs:
                 f"{subject} has {name} = {value} in {CONFIG}; only {supported} is supported: take another model"
             )
     theta = rope.get("rope_theta", config.get("rope_theta"))
-    needed = {field: config.get(field) for field in (*_SIZES.values(), "rms_norm_eps")} | {"rope_theta": theta}
-    for field, value in needed.items():
-        whole = field in _SIZES.values()
-        kinds = int if whole else int | float
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            raise ValueError(
-                f"{subject} has {field} = {value!r} in {CONFIG}; it must be a positive {'whole ' if whole else ''}number, as "
-                "in a published Qwen3"
-            )
+    needed: dict[str, Any] = {field: config.get(field) for field in (*_SIZES.values(), "rms_norm_eps")}
+    needed["rope_theta"] = theta
+    _check_numbers(needed, subject)
     return Qwen3ModelArgs(
-        **{ours: int(needed[theirs]) for ours, theirs in _SIZES.items()},  # type: ignore[arg-type]
-        norm_eps=float(needed["rms_norm_eps"]),  # type: ignore[arg-type]
-        rope_theta=float(needed["rope_theta"]),  # type: ignore[arg-type]
-        enable_weight_tying=bool(config.get("tie_word_embeddings", False)),
+        **{ours: needed[theirs] for ours, theirs in _SIZES.items()},
+        norm_eps=float(needed["rms_norm_eps"]),
+        rope_theta=float(needed["rope_theta"]),
+        enable_weight_tying=tied,
     )
+
+
+def _check_numbers(numbers: dict[str, Any], subject: str) -> None:
+    """Raise ``ValueError`` unless the numbers of a config are those of a model."""
+    for field, value in numbers.items():
+        whole = field in _SIZES.values()
+        kinds, most = (int, _MOST.get(field, _MOST_OTHER)) if whole else (int | float, sys.float_info.max)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= most:
+            wanted = f"positive whole number of {most:,} at most" if whole else "positive number"
+            raise ValueError(
+                f"{subject} has {field} = {value!r} in {CONFIG}; it must be a {wanted}, as in a published Qwen3"
+            )
+    heads, kv_heads, width = (numbers[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % kv_heads or width % 2:
+        raise ValueError(
+            f"{subject} has num_attention_heads = {heads}, num_key_value_heads = {kv_heads} and head_dim = {width} in "
+            f"{CONFIG}; the second must divide the first, and the third must be even"
+        )
 
 
 def tensor_layout(args: Qwen3ModelArgs) -> dict[str, tuple[str, tuple[int, ...]]]:

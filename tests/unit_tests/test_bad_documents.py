@@ -1,6 +1,8 @@
 """Records that cannot be read, datasets and settings that cannot be used: what the errors say, what is skipped."""
 
+import gzip
 import logging
+import os
 
 import pyarrow
 import pyarrow.parquet
@@ -19,6 +21,7 @@ from tests.unit_tests.document_kinds import (
     write_jsonl,
     write_parquet,
 )
+from tests.unit_tests.jobs import arguments, run_job
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,97 @@ def test_parquet_row_group_that_cannot_be_decoded_is_never_skipped(tmp_path, tok
     assert source.bad_documents == 0 and len(source[18]) > 1
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path, tokenizer):
+    whole = write_jsonl(tmp_path / "whole.jsonl", TEXTS)
+    marked = tmp_path / "folder"
+    marked.mkdir()
+    for number, lines in enumerate((whole.read_bytes().splitlines(True)[:3], whole.read_bytes().splitlines(True)[3:])):
+        (marked / f"{number}.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(lines))
+    assert [*build("jsonl", marked, tokenizer)] == [*build("jsonl", whole, tokenizer)]
+    (tmp_path / "middle.jsonl").write_bytes(b'{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n')  # two files put together
+    with pytest.raises(ValueError, match=r"middle\.jsonl:2: not JSON .Unexpected UTF-8 BOM"):
+        build("jsonl", tmp_path / "middle.jsonl", tokenizer)[1]
+
+
+def counted(rank, world_size, store, args):
+    """What rank 0 says of skipped documents in a whole job."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger()
+    logger.addHandler(handler)
+    try:
+        run_job(rank, world_size, store, args)
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if "counted as empty" in line]
+
+
+def test_skipped_documents_are_counted_at_the_end(rank_pool, workspace, tmp_path):
+    """Each rank meets its own, some again in a second epoch; every one counts once."""
+    lines = (workspace / "train.jsonl").read_bytes().splitlines(True)
+    for place in (3, 10, 17, 30):
+        lines[place] = b"no JSON\n"
+    (tmp_path / "train.jsonl").write_bytes(b"".join(lines))
+    args = arguments(
+        workspace,
+        tmp_path / "out",
+        training__dataset_path=tmp_path / "train.jsonl",
+        training__local_batch_size=2,
+        documents__on_bad_document="skip",
+        documents__micro_batching="count",
+        validation__enable=False,
+        checkpoint__enable=False,
+    )
+    for said in rank_pool.run(counted, 2, args=args):
+        assert said == [
+            'training: 4 documents of 40 could not be read and counted as empty (documents.on_bad_document = "skip")'
+        ]
+
+
 # Errors at the start
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl"])
+def test_compressed_files(name, tmp_path, tokenizer):
+    content = gzip.compress(b'{"text": "a"}\n') if "zst" not in name else b"\x28\xb5\x2f\xfd\x04\x00"
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is compressed: decompress it first, with gunzip or unzstd"):
+        build("jsonl", tmp_path / name, tokenizer)
+
+
+def test_what_is_no_file(tmp_path, tokenizer, monkeypatch):
+    """A folder that has a dataset's name inside a folder, and what the system refuses to open."""
+    (tmp_path / "folder" / "a.jsonl").mkdir(parents=True)
+    (tmp_path / "folder" / "a.parquet").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r'training.dataset_path = ".*a\.jsonl cannot be read .Is a directory'):
+        build("jsonl", tmp_path / "folder", tokenizer)
+    with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file"):
+        build("parquet", tmp_path / "folder", tokenizer)
+    for kind in ("jsonl", "parquet"):
+        monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        with pytest.raises(ValueError, match=r"training.dataset_path = .*folder cannot be read .Permission denied"):
+            build(kind, tmp_path / "folder", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("damage", ["missing", "half"])
+def test_incomplete_saved_datasets(name, damage, tmp_path, tokenizer, monkeypatch):
+    """Without ``state.json`` it is a folder of data files, whose rows are the same."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = saved_dataset(tmp_path) / name
+    whole, content = [*build("datasets", file.parent, tokenizer)], file.read_bytes()
+    file.unlink()
+    if damage == "half":
+        file.write_bytes(content[: len(content) // 2])
+    if (name, damage) == ("state.json", "missing"):
+        assert [*build("datasets", file.parent, tokenizer)] == whole
+        return
+    with pytest.raises(ValueError, match=f'training.dataset_path = "{file.parent}" cannot be loaded'):
+        build("datasets", file.parent, tokenizer)
 
 
 def test_missing_path_names_the_field_and_the_resolved_path(tmp_path, tokenizer, monkeypatch):

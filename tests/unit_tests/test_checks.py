@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torchtitan.tools.utils import device_type
 
-from blockgrow_titan import checks
+from blockgrow_titan import stopping, unsupported
 from blockgrow_titan.checks import check_config
 from blockgrow_titan.growth.hooks import load_hooks
 from blockgrow_titan.job_config import JobConfig
@@ -107,7 +107,7 @@ PHASES = {"growth__phase_steps": [2, 2, 2], "growth__active_blocks": [1, 2, 3]}
         ({"teacher__timeout_seconds": 0}, ("teacher.timeout_seconds is 0", "at least 1")),
         ({"documents__shard_documents": 0}, ("documents.shard_documents", "is 0", "at least 1", "-1 for all")),
         ({"documents__shard_documents": -2}, ("documents.shard_documents", "is -2", "at least 1", "-1 for all")),
-        ({"documents__pad_to_multiple_of": 0}, ("documents.pad_to_multiple_of (or -1 to choose) is 0", "at least 1")),
+        ({"documents__pad_to_multiple_of": 0}, ("documents.pad_to_multiple_of is 0", "at least 1, or -1 to choose")),
         ({"documents__micro_batching": "pack"}, ('documents.micro_batching is "pack"', "packed, balanced, count")),
         ({"documents__pad_to_multiple_of": 7}, ("documents.pad_to_multiple_of is 7", "training.seq_len = 24", "divisor")),
         (
@@ -116,8 +116,26 @@ PHASES = {"growth__phase_steps": [2, 2, 2], "growth__active_blocks": [1, 2, 3]}
         ),
         ({"metrics__log_freq": 0}, ("metrics.log_freq is 0", "at least 1")),
         ({"checkpoint__interval": 0}, ("checkpoint.interval is 0", "at least 1")),
-        ({"checkpoint__keep_latest_k": -1}, ("checkpoint.keep_latest_k is -1", "at least 0")),
+        ({"checkpoint__keep_latest_k": -1}, ("checkpoint.keep_latest_k is -1", "at least 2", "or 0 for all")),
         ({"checkpoint__keep_latest_k": 1}, ("checkpoint.keep_latest_k is 1", "at least 2", "0 for all")),
+        ({"training__local_batch_size": 2**30, "training__seq_len": 64}, ("training.local_batch_size 1073741824 times training.seq_len 64", "at most")),
+        ({"block_stack__num_blocks": 10**9}, ("block_stack.num_blocks 1000000000", "1,000,000,000 layers", "10,000 at most")),
+        ({"optimizer__beta1": 1.0}, ("optimizer.beta1 is 1.0", "at least 0 and below 1")),
+        ({"lr_scheduler__decay_ratio": 1.5}, ("lr_scheduler.decay_ratio is 1.5", "from 0 to 1")),
+        ({"lr_scheduler__total_steps": 5, "growth__lr_at_growth": "continue"}, ("lr_scheduler.total_steps is 5", "at least training.steps")),
+        ({"training__max_norm": float("nan")}, ("training.max_norm is nan", "finite")),
+        ({"training__max_norm": 0}, ("training.max_norm is 0", "above 0")),
+        ({"teacher__timeout_seconds": 10**9}, ("teacher.timeout_seconds is 1000000000", "at most 2,000,000")),
+        ({"job__dump_folder": ""}, ("job.dump_folder is empty",)),
+        # torchtitan's own parts, which would fail later or ignore it
+        ({"activation_checkpoint__mode": "memory_budget"}, ('activation_checkpoint.mode is "memory_budget"', "compile.enable = true")),
+        ({"activation_checkpoint__selective_ac_option": "two"}, ('activation_checkpoint.selective_ac_option is "two"', '"op"')),
+        ({"activation_checkpoint__determinism_check": "all"}, ('determinism_check is "all"', "default, none")),
+        ({"compile__components": ["modle"]}, ('compile.components has "modle"', "model, loss")),
+        ({"compile__enable": True, "compile__backend": "indcutor"}, ('compile.backend is "indcutor"', "inductor")),
+        ({"model__converters": ["float9"]}, ('model.converters has "float9"', "must be one of")),
+        ({"model__tokenizer_path": "x"}, ('model.tokenizer_path is "x"', "set model.hf_assets_path")),
+        ({"experimental__custom_args_module": "x"}, ("experimental.custom_args_module", "job.custom_config_module")),
         # validation
         ({"validation__steps": 5}, ("validation.steps is 5", "must be -1", "every document")),
         ({"validation__freq": 0}, ("validation.freq is 0", "at least 1")),
@@ -156,7 +174,9 @@ def test_bad_values(base: JobConfig, changes: dict[str, Any], words: tuple[str, 
         ({"parallelism__context_parallel_degree": 4}, ("parallelism.context_parallel_degree is 4", "only 1")),
         ({"parallelism__pipeline_parallel_degree": 2}, ("parallelism.pipeline_parallel_degree is 2", "only 1")),
         ({"parallelism__expert_parallel_degree": 2}, ("parallelism.expert_parallel_degree is 2", "only 1")),
+        ({"parallelism__tensor_parallel_degree": 0}, ("parallelism.tensor_parallel_degree is 0", "only 1")),
         ({"fault_tolerance__enable": True}, ("fault_tolerance.enable is true", "set it to false")),
+        ({"memory_estimation__enable": True}, ("memory_estimation.enable is true", "set it to false")),
         ({"optimizer__early_step_in_backward": True}, ("optimizer.early_step_in_backward is true", "to false")),
         ({"checkpoint__create_seed_checkpoint": True}, ("checkpoint.create_seed_checkpoint is true", "to false")),
         (
@@ -172,7 +192,7 @@ def test_unsupported_combinations(base: JobConfig, changes: dict[str, Any], word
 
 
 def test_fp32_packed_rows_are_not_compiled_on_cuda(base: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "device_type", "cuda")
+    monkeypatch.setattr(unsupported, "device_type", "cuda")
     job_config = changed(base, compile__enable=True, training__mixed_precision_param="float32")
     assert_names(refusal(job_config, NotImplementedError), 'micro_batching is "packed"', "bfloat16", "balanced")
     job_config.documents.micro_batching = "balanced"
@@ -210,9 +230,15 @@ def test_what_is_allowed(base: JobConfig) -> None:
         {"distill__kd_weight": 1, "distill__ce_weight": 0},
         {"validation__enable": False, "validation__steps": 5},
         {"documents__pad_to_multiple_of": 8},
+        {"training__max_norm": float("inf")},
         without_teacher(),
     ):
         check_config(changed(base, **changes))
+
+
+class Stubborn:
+    def __init__(self) -> None:
+        raise RuntimeError("not today")
 
 
 class HalfHook:
@@ -225,6 +251,7 @@ class HalfHook:
     ("entry", "words"),
     [
         ("no_such_module:Hook", ('must be "module:Class"', "no_such_module")),
+        ("tests.unit_tests.test_checks:Stubborn", ('must be "module:Class"', "RuntimeError: not today")),
         ("tests.unit_tests.test_checks:Absent", ('must be "module:Class"', "Absent")),
         ("tests.unit_tests.test_checks.HalfHook", ('must be "module:Class"',)),
         ("tests.unit_tests.test_checks:HalfHook", ("lacks before_phase or after_phase", "PhaseHook")),
@@ -276,14 +303,14 @@ def test_every_rank_refuses_and_nothing_is_built(rank_pool: RankPool, workspace:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_line_on_the_console(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, rank: str) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("BLOCKGROW_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setenv(stopping.LAUNCH_FOLDER, str(tmp_path))
     with pytest.raises(SystemExit) as end:
         refuse(ConfigError("training.steps is 0;\n it must be at least 1"))
     line = "Config error: training.steps is 0; it must be at least 1\n" if rank == "0" else ""
     assert end.value.code == 2 and capsys.readouterr().err == line
     written = "Config error: training.steps is 0; it must be at least 1\n"
-    assert (tmp_path / "error").read_text() == written  # the launcher prints it, whichever rank met it
-    monkeypatch.delenv("BLOCKGROW_ERROR_FILE")  # a dry run that shows another rank has no launcher
+    assert (tmp_path / "config_error").read_text() == written  # the launcher prints it, whichever rank met it
+    monkeypatch.delenv(stopping.LAUNCH_FOLDER)  # a dry run that shows another rank has no launcher
     with pytest.raises(SystemExit):
         refuse(ConfigError("training.steps is 0"))
     assert capsys.readouterr().err == "Config error: training.steps is 0\n"
@@ -408,4 +435,36 @@ def test_data_tokenizer(base: JobConfig, tmp_path: Path) -> None:
     text = refusal(changed(base, model__hf_assets_path=str(tmp_path / "none")))
     assert_names(text, "model.hf_assets_path", str(tmp_path / "none"), "hf download")
     text = refusal(changed(base, model__hf_assets_path="package:blockgrow_titan/assets/tokenizer"))
-    assert_names(text, "tokenizer of 4096 entries", "320", 'model.flavor "toy"', "choose the flavor")
+    assert_names(text, "tokenizer of 4096 entries", "ids up to 4095", "320", 'model.flavor "toy"', "choose the flavor")
+
+
+def test_ids_beyond_the_vocabulary(base: JobConfig, workspace: Path, tmp_path: Path) -> None:
+    """A tokenizer of few entries may still have large ids."""
+    folder = Path(shutil.copytree(workspace / "tokenizer", tmp_path / "tokenizer"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 320
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    text = refusal(changed(base, model__hf_assets_path=str(folder)))
+    assert_names(
+        text, f"model.hf_assets_path {folder}", "ids up to 320, beyond the vocabulary of 320", "choose the flavor"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", "{", "Exception: "),
+        ("tokenizer.json", "", "Exception: "),
+        ("tokenizer.json", '{"model": 3}', "Exception: "),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": 3}', "AttributeError: "),
+    ],
+)
+def test_damaged_tokenizers(
+    base: JobConfig, workspace: Path, tmp_path: Path, file: str, content: str, words: str
+) -> None:
+    folder = Path(shutil.copytree(workspace / "tokenizer", tmp_path / "tokenizer"))
+    (folder / file).write_text(content)
+    text = refusal(changed(base, model__hf_assets_path=str(folder)))
+    assert_names(text, f"model.hf_assets_path is {folder}, whose tokenizer cannot be read", words, "download")

@@ -214,6 +214,7 @@ def test_identity(kind_and_path, count, tokenizer, reference_ids):
     assert build(kind, path, tokenizer).reader.digest(count, tokenizer) == source.identity()["digest"]
     tokenized = source.reader.ids_of(range(count), tokenizer)
     assert tokenized == [reference_ids(text)[:-1] for text in TEXTS[:count]]  # all at once, as one by one
+    assert source.read([count - 1, 0]) == [source[count - 1], source[0]]
 
 
 def test_identity_of_a_dataset_in_another_order(tmp_path, tokenizer):

@@ -154,16 +154,53 @@ def test_damaged_shards(workspace: Path, copied: Path, what: str, damage: str) -
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "dataset.json cannot be read (No such file or directory): tools/prepare_data.py makes such a folder"),
-        ("{", "dataset.json is not valid JSON"),
+        (
+            None,
+            "dataset.json cannot be read (No such file or directory): prepare the data again (tools/prepare_data.py",
+        ),
+        ("{", "dataset.json is not JSON"),
+        ("\xff", "dataset.json is not JSON"),
+        ("[" * 100_000, "dataset.json is not JSON"),
         ('{"format": 2}', "dataset.json is not of format 1: prepare the data again with this version"),
-        ("[]", "dataset.json is not of format 1"),
+        ("[]", "dataset.json holds no JSON object"),
+        ({"tokenizer": 3}, "dataset.json has a wrong tokenizer"),
+        ({"id_type": "float64"}, "dataset.json has a wrong id_type"),
+        ({"max_length": "24"}, "dataset.json has a wrong max_length"),
+        ({"shards": [[8, 100], [8]]}, "dataset.json has a wrong shards"),
+        ({"shards": [[8, -100]]}, "dataset.json has a wrong shards"),
+        ({"bad_documents": {"x": "y"}}, "dataset.json has a wrong bad_documents"),
+        ({"source": {}}, "dataset.json has a wrong source"),
+        ({"source": None}, "dataset.json has a wrong source"),
     ],
 )
-def test_index_files(workspace: Path, copied: Path, content: str | None, words: str) -> None:
+def test_index_files(copied: Path, content: str | dict[str, Any] | None, words: str) -> None:
     path = copied / "train" / "dataset.json"
-    path.unlink() if content is None else path.write_text(content)
-    assert words in refusal(workspace, ahead(copied))
+    whole = read_json(path)
+    path.unlink()
+    if content is not None:
+        text = content if isinstance(content, str) else json.dumps(whole | content)
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError) as error:
+        read_index(str(path.parent))
+    assert words in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "value", "words"),
+    [
+        ("ids", 0, 0xFFFF, "00000.ids is damaged: document 0 has the id 65535, the tokenizer's end at"),
+        ("offsets", 1, -1, "00000.offsets is damaged: document 0 would be ids 0 to -1 of"),
+        ("offsets", 1, 1 << 40, "00000.offsets is damaged: document 0 would be ids 0 to 1099511627776 of"),
+        ("offsets", 0, 1 << 20, "00000.offsets is damaged: document 0 would be ids 1048576 to"),
+    ],
+)
+def test_edited_shards(workspace: Path, copied: Path, what: str, place: int, value: int, words: str) -> None:
+    """Files of the right size with other content: damage of many documents, so it is never skipped."""
+    path = copied / "train" / f"00000.{what}"
+    content = np.fromfile(path, dtype=np.uint16 if what == "ids" else np.int64)
+    content[place] = value
+    content.tofile(path)
+    assert words in refusal(workspace, ahead(copied, documents__on_bad_document="skip"))
 
 
 def test_missing_folder(workspace: Path, tmp_path: Path) -> None:
