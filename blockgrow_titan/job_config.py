@@ -148,8 +148,8 @@ class Teacher:
     """Micro-batches that the teacher may work on ahead of the student; 0: none."""
     timeout_seconds: int = 600
     """
-    An answer overdue by this long, or a heartbeat missing for this long, ends the job with the rank's name. A student
-    that takes its time between requests never counts as overdue.
+    An answer overdue by this long ends the job with the rank's name. A student that takes its time between requests never
+    counts as overdue. A teacher that is gone or stopped is noticed sooner: `comm.heartbeat_timeout_seconds`.
     """
 
 
@@ -205,6 +205,8 @@ class Diagnostics:
 @dataclass
 class JobConfig(TitanJobConfig):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    training: Training = field(default_factory=Training)
+    comm: Comm = field(default_factory=Comm)
     block_stack: BlockStack = field(default_factory=BlockStack)
     growth: Growth = field(default_factory=Growth)
     distill: Distill = field(default_factory=Distill)

@@ -7,6 +7,7 @@ The launcher (``tools/launch.py``) makes a folder for each launch on its node an
     config_error  from a rank: a mistake in the config, one line
     ending        from a rank: how the run ended, one line
     rank-3        from global rank 3: its role and host, for the launcher's last line
+    failure-3     from global rank 3: why it ends, where torchrun cannot tell
 
 A rank learns from the first two what a SIGTERM means. torchrun sends it to the survivors of a crash, and they must end at
 once, though their main thread may be stuck in a collective; a cluster may send it to every process of a job that it is
@@ -19,12 +20,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 LAUNCH_FOLDER = "BLOCKGROW_LAUNCH_FOLDER"
 LAUNCHER_PID = "BLOCKGROW_LAUNCHER_PID"
 STOP_FILE = "BLOCKGROW_STOP_FILE"
 WATCH_SECONDS = 1.0
+LAST_WORDS_SECONDS = 1.0
 GRACE_SECONDS = 1.0  # between a SIGTERM that reached every process of a node and the launcher's stop request
+
+
+before_end: list[Callable[[str], None]] = []
+"""Called with the reason before ``watch`` ends this process; those that hang are left behind."""
 
 
 def _path(name: str) -> str | None:
@@ -92,4 +99,8 @@ def _goes_on() -> bool:
 
 def _end(text: str, status: int) -> None:
     print(f"Process {os.getpid()} {text}", file=sys.stderr, flush=True)
+    for action in before_end:
+        thread = threading.Thread(target=action, args=(text,), daemon=True)
+        thread.start()
+        thread.join(LAST_WORDS_SECONDS)
     os._exit(status)

@@ -7,6 +7,7 @@ A mistake in the config ends the job here, before anything is built: one line on
 import os
 import socket
 import sys
+import traceback
 import warnings
 from typing import NoReturn
 
@@ -158,7 +159,8 @@ def launch(job_config: JobConfig, store: dist.Store, rank: int, world_size: int)
 
 
 @record
-def main() -> None:
+def run_rank() -> None:
+    """This rank, from its arguments and environment to its end."""
     stopping.watch()
     init_logger()
     for message in ("DTensor.*may not have complete support on cpu", "'set_vital' is deprecated"):
@@ -172,6 +174,16 @@ def main() -> None:
         launch(job_config, store, rank, world_size)
     except ConfigError as error:
         refuse(error)
+
+
+def main() -> None:
+    try:
+        run_rank()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no thread that waits for a peer, and no last collection, holds up the end of the job
 
 
 if __name__ == "__main__":

@@ -12,15 +12,20 @@ Takes torchrun's arguments. Imports nothing of the plugin, whose imports belong 
 
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 LAUNCH_FOLDER = "BLOCKGROW_LAUNCH_FOLDER"
@@ -32,6 +37,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CONSEQUENCE = re.compile(
     r"PeerLost|PeerFailed|RankLost|[Cc]onnection (was )?(closed|reset|refused)|DistNetworkError|(killed|ended) by SIGTERM"
 )
+STUCK_SECONDS = 5.0
+RESTART_SECONDS = 600.0  # torchrun may wait that long for the other nodes before it starts ranks again
 AT_ONCE_SECONDS = 10  # torchrun kills ranks that do not end after 30 s
 
 
@@ -118,6 +125,53 @@ def failure_lines(error: ChildFailedError, folder: Path, shown: str) -> list[str
     return [traceback.rstrip(), line] if hidden else [line]
 
 
+def noted_failure(folder: Path) -> str:
+    """The last line of a launch whose end torchrun does not tell, from what its ranks have left; empty without that.
+
+    What they left before the newest of them started is of an earlier attempt.
+    """
+    started = max((path.stat().st_mtime_ns for path in folder.glob("rank-*")), default=0)
+    found = []
+    for path in folder.glob("failure-*"):
+        written, cause = path.stat().st_mtime_ns, path.read_text().strip()
+        if path.suffix == "" and written >= started:
+            found.append((CONSEQUENCE.search(cause) is not None, written, path.name.partition("-")[2], cause))
+    if not found:
+        return ""
+    _, _, rank, cause = min(found)
+    return f"Failed: {read_note(folder, f'rank-{rank}') or f'rank {rank}'}: {cause}"
+
+
+def end_if_stuck(folder: Path, patience: float) -> None:
+    """End this process if its ranks have failed and are gone, but torchrun hangs; never returns.
+
+    It does in a call to the first node's store that the network, or that node, swallows.
+
+    Args:
+        folder: The launch's folder.
+        patience: Seconds for torchrun to notice, or to start the ranks again.
+    """
+    since = None
+    while True:
+        time.sleep(1.0)
+        line = noted_failure(folder)
+        if not line or any(map(_runs, psutil.Process().children())):
+            since = None
+            continue
+        since = since or time.monotonic()
+        if time.monotonic() - since > patience:
+            _say(line)
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def ending_of(stop: StopRequests, folder: Path) -> int:
     """Tell how a job ended whose ranks all ended well; returns the exit status."""
     ending = read_note(folder, "ending")
@@ -136,6 +190,8 @@ def main(arguments: list[str]) -> int:
         stop = StopRequests(folder)
         options = parse_args(arguments)
         options.signals_to_handle = "SIGQUIT"  # the others are handled here
+        patience = RESTART_SECONDS if options.max_restarts else STUCK_SECONDS
+        threading.Thread(target=end_if_stuck, args=(folder, patience), name="end if stuck", daemon=True).start()
         try:
             run(options)
         except ChildFailedError as error:
@@ -143,6 +199,12 @@ def main(arguments: list[str]) -> int:
                 print(line, file=sys.stderr)
                 return CONFIG_ERROR_STATUS
             print(*failure_lines(error, folder, options.local_ranks_filter), sep="\n", file=sys.stderr)
+            return 1
+        except RendezvousError as error:
+            print(
+                noted_failure(folder) or f"Failed: this node's launcher lost that of the first node: {error}",
+                file=sys.stderr,
+            )
             return 1
         except SignalException as signalled:
             print(

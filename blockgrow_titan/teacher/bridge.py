@@ -8,13 +8,13 @@ the number of routes and a fault names its two ends. Each pair has two daemon th
   good, and a peer may be silent as long as it likes. The header is checked before the payload is allocated.
 
 What arrives goes to the rank's ``Inbox``. A lost peer, an ERROR or a malformed message is logged at once from the
-receiving thread, since torchrun ends the survivors within a second, and is raised to whoever reads the inbox.
+receiving thread, since torchrun ends the survivors within a second, is raised to whoever reads the inbox, and ends the
+process a few seconds later if nobody does.
 """
 
 import atexit
 import contextlib
 import queue
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torchtitan.tools.logging import logger
 
+from blockgrow_titan.teacher.heartbeats import cause_of
 from blockgrow_titan.teacher.messages import (
     MAX_TEXT_BYTES,
     BridgeError,
@@ -38,25 +39,12 @@ from blockgrow_titan.teacher.messages import (
     PeerLost,
     check_request,
 )
-from blockgrow_titan.teacher.worlds import STUDENT, World
+from blockgrow_titan.teacher.place import Peer, World
+from blockgrow_titan.teacher.worlds import STUDENT
 
 FOREVER = timedelta(days=365)
 HEADER_TAG, PAYLOAD_TAG, NO_TAG = 0, 1, 2
 LAST_WORDS_SECONDS = 5.0
-MIN_HEARTBEAT_LIMIT = 10.0  # heartbeats come about every second; a busy machine may delay one
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One end of a pair."""
-
-    role: str
-    role_rank: int
-    global_rank: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"{self.role} rank {self.role_rank} (global rank {self.global_rank}, host {self.host})"
 
 
 @dataclass
@@ -117,7 +105,7 @@ class Pair:
     def __init__(
         self, world: World, peer: Peer, limits: Limits, inbox: Inbox, device: torch.device, timeout: timedelta
     ) -> None:
-        self.peer, self.me = peer, Peer(world.role, world.role_rank, world.global_rank, world.host)
+        self.peer, self.me = peer, world.me
         self.world, self.limits, self.inbox, self.device = world, limits, inbox, device
         student, teacher = (self.me, peer) if world.role == STUDENT else (peer, self.me)
         name = f"{student.role_rank}-{teacher.role_rank}"
@@ -126,7 +114,7 @@ class Pair:
             store = PrefixStore(f"bridge/{name}", world.store)
             self._group: Any = ProcessGroupGloo(store, 1 - self._their_end, 2, timeout)
         except RuntimeError as error:
-            raise PeerLost(f"{self.me} could not connect to {peer}: {_cause(error)}") from error
+            raise PeerLost(f"{self.me} could not connect to {peer}: {cause_of(error)}") from error
         self._lock = threading.Lock()
         self._ending = False  # nothing more may be sent, and a broken connection is no news
         self._outbox: queue.SimpleQueue[tuple[Header, Tensor | None] | None] = queue.SimpleQueue()
@@ -256,7 +244,7 @@ class Pair:
         with contextlib.suppress(RuntimeError):  # the job's store may be gone too
             if (text := self.world.failure_of(self.peer.global_rank)) is not None:
                 return PeerLost(f"{self.me} lost {self.peer}, which failed: {text}")
-        return PeerLost(f"{self.me} lost {self.peer}: {_cause(error)}")
+        return PeerLost(f"{self.me} lost {self.peer}: {cause_of(error)}")
 
     def _broken(self, error: BridgeError, gone: bool) -> None:
         """Nothing more comes from the peer; unless it is gone, it can still be told why (``fail``)."""
@@ -269,41 +257,35 @@ class Pair:
         if not expected:
             logger.error(str(error))
             self.inbox.fail(error)
-
-
-def _cause(error: RuntimeError) -> str:
-    """gloo's reason, without its source location and advice."""
-    text = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip())
-    return text.split(". This is typically")[0].splitlines()[0] if text else type(error).__name__
+            self.world.doom(str(error))  # the main thread may be busy for long without a look at the inbox
 
 
 def connect(
-    world: World, peer_ranks: Sequence[int], limits: Limits, device: torch.device, timeouts: tuple[float, float]
+    world: World, peer_ranks: Sequence[int], limits: Limits, device: torch.device, timeout: float
 ) -> tuple[list[Pair], Inbox]:
     """Connect this rank with its peers of the other world; every one of them must call it too.
 
-    A peer may take as long as it needs to arrive (a data set to prepare, weights to read): only a missing heartbeat, or
-    a failure that it has reported, ends the wait.
+    A peer may take as long as it needs to arrive (a data set to prepare, weights to read): only a failure that it has
+    reported ends the wait, and the watchdog (``heartbeats.py``) that of a peer without a sign of life.
 
     Args:
         world: This rank's world.
         peer_ranks: Global ranks of the peers, from the layout's ``teachers_of`` or ``students_of``.
         limits: Bounds of the messages.
         device: This rank's device.
-        timeouts: Seconds without a heartbeat that mean a lost peer, and seconds for one connection to come about.
+        timeout: Seconds for one connection to come about.
 
     Raises:
         BridgeError: If a peer fails or is lost before it is connected.
     """
-    heartbeat_limit, connect_limit = timeouts
     # Two rounds, so that no end sits in the time-limited handshake of one pair while its peer waits for a third rank.
     for flag in ("ready", "connecting"):
         world.flag(flag)
         for rank in peer_ranks:
-            _await_flag(world, rank, flag, heartbeat_limit)
+            _await_flag(world, rank, flag)
     inbox = Inbox()
-    limit = timedelta(seconds=connect_limit)
-    return [Pair(world, peer_of(world, rank), limits, inbox, device, limit) for rank in peer_ranks], inbox
+    limit = timedelta(seconds=timeout)
+    return [Pair(world, world.peer(rank), limits, inbox, device, limit) for rank in peer_ranks], inbox
 
 
 def tell_failure(pairs: Sequence[Pair], text: str) -> None:
@@ -317,28 +299,13 @@ def tell_failure(pairs: Sequence[Pair], text: str) -> None:
         pair.close()
 
 
-def peer_of(world: World, rank: int) -> Peer:
-    """Describe a global rank."""
-    return Peer(world.layout.role_of(rank), world.layout.role_rank(rank), rank, world.host_of(rank))
-
-
-def check_alive(world: World, rank: int, heartbeat_limit: float) -> None:
-    """Raise ``PeerLost`` if a global rank's heartbeat has been missing for too long."""
-    age, limit = world.last_heartbeat_age(rank), max(heartbeat_limit, MIN_HEARTBEAT_LIMIT)
-    if age > limit:
-        raise PeerLost(
-            f"no heartbeat of {peer_of(world, rank)} for {age:.0f} s (teacher.timeout_seconds: {limit:.0f} s)"
-        )
-
-
-def _await_flag(world: World, rank: int, flag: str, heartbeat_limit: float) -> None:
+def _await_flag(world: World, rank: int, flag: str) -> None:
     began, told, pause = time.monotonic(), 0, 0.01
     while not world.has_flag(flag, rank):
         if (text := world.failure_of(rank)) is not None:
-            raise PeerFailed(f"{peer_of(world, rank)} failed: {text}")
-        check_alive(world, rank, heartbeat_limit)
+            raise PeerFailed(f"{world.peer(rank)} failed: {text}")
         if time.monotonic() - began > 30 * (told + 1):
             told += 1
-            logger.info(f"Waiting for {peer_of(world, rank)} to be ready ({30 * told} s so far)")
+            logger.info(f"Waiting for {world.peer(rank)} to be ready ({30 * told} s so far)")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

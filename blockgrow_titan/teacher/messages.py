@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
+from blockgrow_titan.teacher.heartbeats import JobError
 from blockgrow_titan.teacher.worlds import TEACHER
 
 MAGIC = 0x626C6B67
@@ -27,12 +28,12 @@ _CODES = {torch.bfloat16: 1, torch.float32: 2, torch.int32: 3, torch.uint8: 4}
 _DTYPE_OF = {code: dtype for dtype, code in _CODES.items()}
 
 
-class BridgeError(RuntimeError):
+class BridgeError(JobError):
     """Something on the other side of a pair ended this job."""
 
 
 class PeerLost(BridgeError):
-    """The connection to a peer broke, or its heartbeat stopped."""
+    """The connection to a peer broke."""
 
 
 class PeerFailed(BridgeError):

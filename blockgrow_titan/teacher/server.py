@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from blockgrow_titan.paths import resolve
-from blockgrow_titan.teacher.bridge import FOREVER, Inbox, Message, Pair, check_alive, connect, tell_failure
+from blockgrow_titan.teacher.bridge import FOREVER, Inbox, Message, Pair, connect, tell_failure
 from blockgrow_titan.teacher.files import TeacherFiles, open_teacher
+from blockgrow_titan.teacher.heartbeats import RankLost, one_line
 from blockgrow_titan.teacher.messages import Kind, Limits, teacher_dtype
 from blockgrow_titan.teacher.model import TeacherModel, build_teacher
 from blockgrow_titan.teacher.worlds import STUDENT, World, shard_mesh, shard_ranks
 
 IDLE_ROUND_SECONDS = 0.003
-WATCH_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 
 
 @dataclass
@@ -63,20 +64,21 @@ def serve(job_config: Any, world: World, device: torch.device) -> Served:
         students = [world.layout.global_rank(STUDENT, s) for s in world.layout.students_of(world.role_rank)]
         limits = Limits.of_job(job_config, files.args)
         seconds = job_config.teacher.timeout_seconds
-        timeouts = (seconds, max(seconds, job_config.comm.init_timeout_seconds))
         control = _control_group(world, job_config.teacher.shard_degree)
-        connected, inbox = connect(world, students, limits, device, timeouts)
+        connected, inbox = connect(world, students, limits, device, max(seconds, job_config.comm.init_timeout_seconds))
         pairs.extend(connected)
         logger.info(
             f"Teacher rank {world.role_rank} of {world.role_size} is ready: {teacher.num_parameters:,} parameters "
             f"without the head, {job_config.teacher.dtype}, shard degree {job_config.teacher.shard_degree}; serves "
             + ", ".join(str(pair.peer) for pair in pairs)
         )
-        served = _Rounds(world, teacher, pairs, inbox, control, seconds).run()
+        served = _Rounds(teacher, pairs, inbox, control).run()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        tell_failure(pairs, text)
+        text = world.explain(error)
         world.report_failure(text)  # for students that are not connected yet
+        tell_failure(pairs, text)
+        if text != one_line(error):
+            raise RankLost(text) from error
         raise
     for pair in pairs:
         pair.join(seconds)
@@ -115,25 +117,17 @@ class _Rounds:
     """The loop of one teacher rank."""
 
     def __init__(
-        self,
-        world: World,
-        teacher: TeacherModel,
-        pairs: list[Pair],
-        inbox: Inbox,
-        control: dist.ProcessGroup | None,
-        heartbeat_limit: float,
+        self, teacher: TeacherModel, pairs: list[Pair], inbox: Inbox, control: dist.ProcessGroup | None
     ) -> None:
-        self.world, self.teacher, self.inbox, self.control = world, teacher, inbox, control
+        self.teacher, self.inbox, self.control = teacher, inbox, control
         self.active = list(pairs)
-        self.heartbeat_limit = heartbeat_limit
         self.served = Served()
-        self._watched = time.monotonic()
 
     def run(self) -> Served:
         """Answer until all students have stopped."""
         if self.control is None:
             while self.active:
-                if (request := self._next(WATCH_SECONDS)) is not None:
+                if (request := self._next(IDLE_SECONDS)) is not None:
                     self._answer(request)
             return self.served
         worked = True
@@ -150,11 +144,7 @@ class _Rounds:
                 return self.served
 
     def _next(self, timeout: float) -> Message | None:
-        """The next request, or None; takes note of students that have stopped, and looks for lost ones."""
-        if time.monotonic() - self._watched > WATCH_SECONDS:
-            self._watched = time.monotonic()
-            for pair in self.active:
-                check_alive(self.world, pair.peer.global_rank, self.heartbeat_limit)
+        """The next request, or None; takes note of students that have stopped."""
         message = self.inbox.get(timeout)
         if message is None:
             return None

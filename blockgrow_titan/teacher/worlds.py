@@ -5,19 +5,14 @@ Each world initialises its own default process group, over its own prefix of the
 inside the role (``join_world``), before torchtitan would; every collective that torchtitan makes on the default group
 then stays inside the student's world. What crosses between the worlds goes over ``bridge`` alone.
 
-Each rank also counts up a heartbeat in the store from a thread of its own, so that "the peer is busy" and "the peer's
-machine is gone" can be told apart without any message.
+What all ranks of both worlds can know without any message is in the job's store (``place.py``).
 """
 
-import atexit
-import contextlib
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +21,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from blockgrow_titan.teacher.place import World
+from blockgrow_titan.teacher.starts import store_of_this_start
+
 STUDENT = "student"
 TEACHER = "teacher"
 
-HEARTBEAT_SECONDS = 1.0
 DRY_RUN_MODES = ("fake_backend", "local_tensor")
 
 
@@ -165,16 +162,30 @@ def assign_device(
     return place if role == STUDENT else num_devices - 1 - place
 
 
+def _check_interfaces() -> None:
+    """gloo itself says of an unknown interface neither the variable nor what there is."""
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    there = [name for _, name in socket.if_nameindex()]
+    if unknown := [name for name in filter(None, wanted.split(",")) if name not in there]:
+        raise ValueError(
+            f'GLOO_SOCKET_IFNAME="{wanted}" must name network interfaces of {socket.gethostname()}, which has '
+            f'{", ".join(there)} and no "{unknown[0]}"'
+        )
+
+
 def rendezvous(comm_mode: str = "default") -> tuple[Store, int, int]:
     """(store, global rank, world size) of the job that torchrun started; its agent's store, restarts included.
 
     A dry run (``comm.mode`` other than "default") is one process that stands for rank RANK (0 by default) of NGPU ranks.
 
     Raises:
-        ValueError: In a dry run, if the environment variable NGPU is not a positive number, or RANK not below it.
+        ValueError: If the environment variable GLOO_SOCKET_IFNAME names no network interface of this host; in a dry run,
+            if NGPU is not a positive number, or RANK not below it.
     """
+    _check_interfaces()
     if comm_mode not in DRY_RUN_MODES:
-        return next(dist.rendezvous("env://"))
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        return store_of_this_start(store, rank, world_size), rank, world_size
     ngpu = os.environ.get("NGPU", "")
     if not ngpu.isdigit() or not int(ngpu):
         raise ValueError(f'comm.mode = "{comm_mode}" needs the number of ranks in NGPU, got NGPU="{ngpu}"')
@@ -186,86 +197,14 @@ def rendezvous(comm_mode: str = "default") -> tuple[Store, int, int]:
     return HashStore(), int(rank), int(ngpu)
 
 
-@dataclass
-class World:
-    """A rank's place in the job, and the job's store. ``close`` ends its heartbeat."""
-
-    layout: WorldLayout
-    role: str
-    role_rank: int
-    role_size: int
-    global_rank: int
-    store: Store
-    """The store that all ranks of the job share, without any prefix."""
-    host: str
-    _beats: dict[int, tuple[int, float]] = field(default_factory=dict, repr=False)
-    _stop: threading.Event = field(default_factory=threading.Event, repr=False)
-    _thread: threading.Thread | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        # A client connection of its own, for short calls only: no wait, of a collective say, ever holds it up.
-        self._side_store = self.store.clone()  # type: ignore[attr-defined]
-
-    def start_heartbeat(self) -> None:
-        """Count up ``heartbeat/<global rank>`` in the store about every second, from a daemon thread."""
-        store, key = self._side_store, f"heartbeat/{self.global_rank}"
-
-        def beat() -> None:
-            try:
-                store.add(key, 1)
-                while not self._stop.wait(HEARTBEAT_SECONDS):
-                    store.add(key, 1)
-            except Exception as error:  # the store's host is gone: the job is ending
-                logger.debug(f"Heartbeat of rank {self.global_rank} stopped: {error}")
-
-        self._thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def last_heartbeat_age(self, rank: int) -> float:
-        """Seconds since this rank saw the heartbeat of a global rank move, 0.0 at the first look.
-
-        Hosts' clocks are never compared: call it repeatedly while waiting, and the age is exact to the interval.
-        """
-        count, now = self._side_store.add(f"heartbeat/{rank}", 0), time.monotonic()
-        seen, since = self._beats.get(rank, (-1, now))
-        if count != seen:
-            self._beats[rank] = (count, now)
-            return 0.0
-        return now - since
-
-    def flag(self, name: str) -> None:
-        """Raise a flag of this rank that others see with ``has_flag``."""
-        self._side_store.add(f"flag/{name}/{self.global_rank}", 1)
-
-    def has_flag(self, name: str, rank: int) -> bool:
-        return self._side_store.add(f"flag/{name}/{rank}", 0) > 0
-
-    def report_failure(self, text: str) -> None:
-        """Leave the reason why this rank ends, for peers that are not connected to it yet."""
-        with contextlib.suppress(RuntimeError):  # the store may be what failed
-            self._side_store.set(f"failure/{self.global_rank}", text)
-
-    def failure_of(self, rank: int) -> str | None:
-        """What a global rank left with ``report_failure``, or None."""
-        key = f"failure/{rank}"
-        return self._side_store.get(key).decode() if self._side_store.check([key]) else None
-
-    def host_of(self, rank: int) -> str:
-        """Host name of a global rank, "unknown" before it has joined."""
-        key = f"host/{rank}"
-        return self._side_store.get(key).decode() if self._side_store.check([key]) else "unknown"
-
-    def close(self) -> None:
-        """End the heartbeat. Safe to call again."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-            self._thread = None
-            atexit.unregister(self.close)
-
-
-def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, device_index: int | None = None) -> World:
+def join_world(
+    job_config: Any,
+    layout: WorldLayout,
+    store: Store,
+    rank: int,
+    device_index: int | None = None,
+    local_stop: Callable[[], bool] = lambda: False,
+) -> World:
     """Initialise the default process group of this rank's role and set the environment to match.
 
     RANK and WORLD_SIZE become those inside the role, and LOCAL_RANK the device index if there is one. The group gets
@@ -280,6 +219,7 @@ def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, de
         store: The job's store, shared by all its ranks, from ``rendezvous``.
         rank: Global rank.
         device_index: From ``assign_device``.
+        local_stop: Whether this rank's node has been asked to stop the job; see ``World.start_heartbeat``.
 
     Returns:
         This rank's world, its heartbeat running.
@@ -289,10 +229,11 @@ def join_world(job_config: Any, layout: WorldLayout, store: Store, rank: int, de
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(role_rank), str(role_size)
     if device_index is not None:
         os.environ["LOCAL_RANK"] = str(device_index)
-    world = World(layout, role, role_rank, role_size, rank, store, socket.gethostname())
+    beats, joins = job_config.comm.heartbeat_timeout_seconds, job_config.comm.init_timeout_seconds
+    world = World(layout, role, role_rank, role_size, rank, store, socket.gethostname(), beats, max(beats, joins))
     _silence_titan_warning()
     store.set(f"host/{rank}", world.host)
-    world.start_heartbeat()
+    world.start_heartbeat(local_stop)
     _set_comm_environment(job_config.comm, job_config.job.dump_folder, role)
     cpu_backend = job_config.training.enable_cpu_offload or job_config.checkpoint.async_mode != "disabled"
     dist.init_process_group(

@@ -224,7 +224,7 @@ def bridge(rank: int, world_size: int, message_bytes: list[int], repeats: int) -
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     rows = [size // (4 * HIDDEN_SIZE) for size in message_bytes]
     limits = Limits(1, max(rows), max(rows), vocab_size=1000, hidden_size=HIDDEN_SIZE, dtype=torch.float32)
-    (pair,), inbox = connect(world, [1 - rank], limits, device, (60.0, 60.0))
+    (pair,), inbox = connect(world, [1 - rank], limits, device, 60.0)
     raw: Any = ProcessGroupGloo(PrefixStore("raw", store), rank, 2, timedelta(seconds=60))
     try:
         if role == STUDENT:
