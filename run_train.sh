@@ -19,7 +19,7 @@ makes .venv beside this script, unless the active environment has blockgrow_tita
   TRAIN_FILE   the module to run (default: blockgrow_titan.train)
   MAX_RESTARTS how often torchrun starts the ranks again after a failure; they go on from the last checkpoint (default: 0)
   COMM_MODE    run one process without torchrun: fake_backend or local_tensor (default: empty)
-  OMP_NUM_THREADS  threads of a rank (default: cores divided by NGPU)
+  OMP_NUM_THREADS  threads of a rank, also of its tokenizer (default: cores divided by NGPU)
 
 Ctrl-C or SIGTERM lets the job finish its step, saves, and ends with status 0; the same command resumes. A second one
 ends it at once.
@@ -72,7 +72,7 @@ fi
 train_file=${TRAIN_FILE:-blockgrow_titan.train}
 
 setup_env "$root" run
-export OMP_NUM_THREADS
+export OMP_NUM_THREADS RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-$OMP_NUM_THREADS} # the second: of the tokenizer
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # On CPUs, large tensors in huge pages: a few percent of a step's time (docs/performance.md).
 [ "$gpus" -gt 0 ] || export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}

@@ -8,6 +8,7 @@ the same code as in an undisturbed run. The data loader has no state to save: it
 save stops the job, on every rank and with one line; what was whole before stays whole.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -203,6 +204,8 @@ class GrowthCheckpointManager(CheckpointManager):
             return False
         before()
         self._async_wait()
+        if self.async_mode != AsyncMode.DISABLED:
+            gc.collect()  # the last save left cycles that are old by now, and torchtitan collects young objects only
         self._on_first_rank(curr_step, lambda: self._begin(self._create_checkpoint_id(curr_step)))
         with failures_named(_cannot_write(curr_step)):
             super().save(curr_step, last_step)

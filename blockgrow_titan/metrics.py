@@ -31,6 +31,7 @@ from blockgrow_titan.model.args import BlockStackArgs
 METRICS_FILE = "metrics.jsonl"
 DIAGNOSTICS_FILE = "diagnostics.jsonl"
 SUMMARY_FILE = "summary.json"
+STEP_EVENTS = ("train", "skipped")
 TAIL_BYTES = 1 << 16  # of a file, read first where only its last lines matter
 _NOT_LOGGED = ("step", "phase", "active_blocks", "active_layers", "seconds")  # in events, not in TensorBoard
 
@@ -388,15 +389,14 @@ def summarize(events: list[dict[str, Any]], manifest: dict[str, Any]) -> dict[st
     rows = []
     for phase in manifest["phases"]:
         index, last_step = phase["index"], phase["last_step"]
-        steps = [e for e in events if e["event"] == "train" and e["phase"] == index]
+        trained, skipped = ([e for e in events if (e["event"], e["phase"]) == (kind, index)] for kind in STEP_EVENTS)
         final = [e for e in events if e["event"] == "validation" and (e["phase"], e["step"]) == (index, last_step)]
-        if steps:
+        if steps := trained + skipped:
             row = {name: steps[-1][name] for name in ("phase", "active_blocks", "active_layers")}
-            skipped = sum(e["event"] == "skipped" and e["phase"] == index for e in events)
-            row |= {"steps": len(steps) + skipped, "skipped_steps": skipped}
-            row |= {name: sum(e[name] for e in steps) for name in ("valid_tokens", "active_layer_tokens")}
+            row |= {"steps": len(steps), "skipped_steps": len(skipped)}
+            row |= {name: sum(e[name] for e in trained) for name in ("valid_tokens", "active_layer_tokens")}
             row |= {name: final[-1].get(name) if final else None for name in ("ce", "ppl", "kl", "kd")}
-            row["seconds"] = round(sum(e["step_s"] for e in steps), 3)
+            row["seconds"] = round(sum(e["step_s"] for e in trained), 3)
             rows.append(row)
     return {"phases": rows, "manifest": manifest}
 
@@ -428,9 +428,8 @@ def closing_table(summary: dict[str, Any]) -> list[str]:
         "seconds": ".1f",
     }
     rows = summary["phases"]
-    shown = [name for name in columns if any(row[name] is not None for row in rows)]
-    if not any(row["skipped_steps"] for row in rows):
-        shown.remove("skipped_steps")
+    hidden = () if any(row["skipped_steps"] for row in rows) else ("skipped_steps",)
+    shown = [name for name in columns if name not in hidden and any(row[name] is not None for row in rows)]
     cells = [[name.replace("_", " ") for name in shown]]
     for row in summary["phases"]:
         cells.append([format(row[name], columns[name]) if row[name] is not None else "-" for name in shown])

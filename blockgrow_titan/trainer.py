@@ -40,6 +40,7 @@ from blockgrow_titan.diagnostics.gradients import gradient_norms
 from blockgrow_titan.distill.head import LossTargets
 from blockgrow_titan.distill.objective import LossSums, Objective
 from blockgrow_titan.documents.batches import Batch
+from blockgrow_titan.documents.source import report_bad_documents
 from blockgrow_titan.growth.hooks import load_hooks, run_hooks
 from blockgrow_titan.growth.identity import agreed_identity
 from blockgrow_titan.growth.manifest import build_manifest
@@ -187,16 +188,16 @@ class GrowthTrainer(Trainer):
             device=self.device,
         )
 
+    def _sources(self) -> dict[str, Any]:
+        """The documents of each set; None for a loader or validator of somebody's own that has no ``source``."""
+        owners = {"training": self.dataloader} | ({"validation": self.validator} if self.validator else {})
+        return {name: getattr(owner, "source", None) for name, owner in owners.items()}
+
     def _build_checkpointer(self) -> GrowthCheckpointManager:
         assert self.train_spec.state_dict_adapter is not None
         config = self.job_config
-        owners = {"training": self.dataloader} | ({"validation": self.validator} if self.validator else {})
         folder = os.path.join(config.job.dump_folder, config.checkpoint.folder, f"step-{self.resume_step}")
-        data = agreed_identity(
-            {name: getattr(owner, "source", None) for name, owner in owners.items()},
-            self.world,
-            folder if self.resume_step else None,
-        )
+        data = agreed_identity(self._sources(), self.world, folder if self.resume_step else None)
         self.manifest = build_manifest(config, self.schedule, self.model_args, self.train_spec.model_cls, data)
         return GrowthCheckpointManager(
             schedule=self.schedule,
@@ -292,6 +293,7 @@ class GrowthTrainer(Trainer):
         self.checkpointer.wait_for_saves()
         if self.teacher is not None:
             self.teacher.close()
+        report_bad_documents(self._sources(), self.device)
         if dist.get_rank() == 0:
             folder = self.job_config.job.dump_folder
             for line in closing_table(write_summary(folder, self.manifest)):
@@ -376,11 +378,11 @@ class GrowthTrainer(Trainer):
         grad_norm = dist_utils.clip_grad_norm_(
             [p for m in self.model_parts for p in m.parameters()], self.job_config.training.max_norm, foreach=True
         )
-        losses, norm = self._reduce(sums), float(grad_norm.item())
-        if self.skipped.may_update(self.step, losses.loss, norm, self._documents_of_step()):
+        reduced, norm = self._reduce(sums), float(grad_norm.item())
+        if self.skipped.may_update(self.step, reduced.loss, norm, self._documents_of_step()):
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
-            self._report(started, lr, norm, counts, losses)
+            self._report(started, lr, norm, counts, reduced)
         self.lr_schedulers.step()
 
     def _reduce(self, sums: torch.Tensor) -> StepSums:
@@ -388,9 +390,9 @@ class GrowthTrainer(Trainer):
         wait = self.teacher.pop_wait_seconds() if self.teacher is not None else 0.0
         totals = torch.cat([sums, sums.new_tensor([wait, float(self.world.stop_requested())])])
         dist.all_reduce(totals)
-        *losses, wait, stop = totals.tolist()
+        loss, ce, kl, kd, wait, stop = totals.tolist()
         self.stopping = stop > 0
-        return StepSums(*losses, teacher_wait_s=wait / self.world.role_size)
+        return StepSums(loss, ce, kl, kd, wait / self.world.role_size)
 
     def _documents_of_step(self) -> tuple[int, int]:
         """[first, end) of the step's documents in the endlessly repeated shard."""

@@ -95,7 +95,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "absent": (lambda f: (f / "metrics.jsonl").unlink(), "corrupt: it has no metrics.jsonl"),
     "no text": (lambda f: (f / "metrics.jsonl").write_bytes(b"\xff\xfe"), "corrupt: metrics.jsonl cannot be read"),
     "diverged": (diverge, "diverged: the loss of step 7 is nan"),
-    "a skipped step": (skip_a_step, "it skipped 1 step, the first of them 7, whose loss or gradient norm was not finite"),
+    "a skipped step": (
+        skip_a_step,
+        "it skipped 1 step, the first of them 7, whose loss or gradient norm was not finite",
+    ),
     "empty summary": (lambda f: (f / "summary.json").write_text(""), "corrupt: summary.json is empty"),
     "cut summary": (lambda f: cut(f / "summary.json"), "corrupt: summary.json is not whole"),
     "another summary": (lambda f: edit(f / "summary.json", set_ce), "corrupt: summary.json has ce 1.0 in phase 2"),

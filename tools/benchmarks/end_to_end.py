@@ -115,10 +115,10 @@ def start(work: Workload) -> dict[str, Paced]:
     """Start the loop and the job in both layouts; they load while the first waits for its first step."""
     config = work.config_file()
     loop = [sys.executable, "-m", "tools.benchmarks.hand_loop", str(work.folder / "workload.json")]
-    threads = {"OMP_NUM_THREADS": str(THREADS)}
+    environment = {"OMP_NUM_THREADS": str(THREADS)}
     started = {
-        "loop": Paced("the loop", work.folder / "loop", loop, threads),
-        TUNED: Paced("the tuned loop", work.folder / "tuned_loop", loop, threads | HUGE_PAGES),
+        "loop": Paced("the loop", work.folder / "loop", loop, environment),
+        TUNED: Paced("the tuned loop", work.folder / "tuned_loop", loop, environment | HUGE_PAGES),
     }
     for layout, (ranks, threads, teachers) in LAYOUTS.items():
         arguments = ["--teacher.ranks", str(teachers)]
