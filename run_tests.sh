@@ -8,12 +8,15 @@ source "$root/setup_env.sh"
 
 usage() {
     cat <<TEXT
-Usage: ./run_tests.sh [--lint] [--unit] [--integration]
+Usage: ./run_tests.sh [--lint] [--unit] [--integration] [--faults]
 
-Runs the named stages, by default all: lint (ruff check, ruff format, mypy), unit (pytest tests/unit_tests) and
-integration (tests/integration_tests, launches of run_train.sh). A failing stage does not stop the later ones. The last
-line counts the tests; the exit status is 0 if every stage passed. The first use makes .venv beside this script, unless
-the active environment has blockgrow_titan and the test tools; BLOCKGROW_USE_VENV=1 uses .venv in any case.
+Runs the named stages, by default the first three: lint (ruff check, ruff format, mypy), unit (pytest tests/unit_tests),
+integration (tests/integration_tests, launches of run_train.sh) and faults (tests/fault_tests: ranks killed at chosen and
+at random points, signals, two nodes, a long run, determinism; and more random configs and damaged files than the unit
+tests try; up to half an hour; BLOCKGROW_FAULT_REPORT=NAME writes what was tried and what was lost to NAME.md and
+NAME.json). A failing stage does not stop the later ones. The last line counts the tests; the
+exit status is 0 if every stage passed. The first use makes .venv beside this script, unless the active environment has
+blockgrow_titan and the test tools; BLOCKGROW_USE_VENV=1 uses .venv in any case.
 
 One unit test:         python -m pytest tests/unit_tests/FILE.py -k NAME
 One integration test:  python -m tests.integration_tests.run_tests --test_name NAME
@@ -27,7 +30,7 @@ for argument in "$@"; do
             usage
             exit 0
             ;;
-        --lint | --unit | --integration) stages+=" ${argument#--}" ;;
+        --lint | --unit | --integration | --faults) stages+=" ${argument#--}" ;;
         *) die "unknown argument '$argument'; see ./run_tests.sh --help" ;;
     esac
 done
@@ -58,6 +61,11 @@ for name in $stages; do
         integration)
             stage "$PYTHON" -m tests.integration_tests.run_tests --junitxml "$reports/integration.xml"
             ;;
+        faults)
+            stage "$PYTHON" -m pytest tests/fault_tests "--junitxml=$reports/faults.xml"
+            stage env BLOCKGROW_EXAMPLES=60 "$PYTHON" -m pytest tests/unit_tests/test_config_properties.py \
+                tests/unit_tests/test_fuzz_readers.py tests/unit_tests/test_fuzz_messages.py "--junitxml=$reports/fuzz.xml"
+            ;;
     esac
 done
 
@@ -70,7 +78,8 @@ import pathlib, sys
 import xml.etree.ElementTree as ET
 
 count = {"passed": 0, "failed": 0, "skipped": 0}
-for stage in {"unit", "integration"} & set(sys.argv[2].split()):
+stages = set(sys.argv[2].split())
+for stage in sorted(stages - {"lint"} | ({"fuzz"} if "faults" in stages else set())):
     report = pathlib.Path(sys.argv[1]) / f"{stage}.xml"
     if not report.is_file():
         count["failed"] += 1

@@ -122,6 +122,21 @@ class EventFile:
             self.file = None
 
 
+def complete_events(path: str, step: int) -> None:
+    """Complete the record of a run that was killed after its last save, of ``step``, which no launch takes up again.
+
+    A cut line goes, and the checkpoint gets the line that it may lack.
+    """
+    events = read_events(path)
+    if not events or events[-1]["event"] == "checkpoint":  # and then nothing follows it
+        return
+    last, file = events[-1], EventFile(path)
+    if not any(event["event"] == "checkpoint" for event in file.take_up(step, last["phase"])):
+        same = {name: last[name] for name in ("step", "phase", "active_blocks", "active_layers")}
+        file.write({"event": "checkpoint"} | same)
+    file.close()
+
+
 class GrowthMetricsProcessor(MetricsProcessor):
     """torchtitan's MetricsProcessor with a line for every step and the phase in every line.
 

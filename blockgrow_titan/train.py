@@ -5,6 +5,7 @@ A mistake in the config ends the job here, before anything is built: one line on
 """
 
 import os
+import shutil
 import socket
 import sys
 import traceback
@@ -20,11 +21,12 @@ from torchtitan.tools.logging import init_logger, logger  # isort: skip
 
 from blockgrow_titan import stopping
 from blockgrow_titan.checkpoint import ResumePoint, check_run_folders, find_resume_point
+from blockgrow_titan.checkpoint_files import stale_steps, steps_of
 from blockgrow_titan.checks import check_config, check_ranks, is_dry_run
 from blockgrow_titan.dry_run import dry_run
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
-from blockgrow_titan.metrics import closing_table, write_summary
+from blockgrow_titan.metrics import METRICS_FILE, closing_table, complete_events, write_summary
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.teacher.heartbeats import RankLost, one_line
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous
@@ -72,8 +74,13 @@ def _agree_on_resume_point(job_config: JobConfig, store: dist.Store, rank: int) 
 
 
 def _show_complete(job_config: JobConfig, step: int) -> None:
+    """Show the table of a complete run, after mending what a crash behind its last save has left undone."""
     folder = job_config.job.dump_folder
-    checkpoint = os.path.join(folder, job_config.checkpoint.folder, f"step-{step}")
+    checkpoints = os.path.join(folder, job_config.checkpoint.folder)
+    checkpoint = os.path.join(checkpoints, f"step-{step}")
+    complete_events(os.path.join(folder, METRICS_FILE), step)
+    for stale in stale_steps(steps_of(checkpoints), keep=0):
+        shutil.rmtree(os.path.join(checkpoints, f"step-{stale}"), ignore_errors=True)
     for line in closing_table(write_summary(folder, read_manifest(checkpoint))):
         logger.info(line)
     logger.info(
