@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
@@ -88,7 +88,13 @@ class DocumentSource(Dataset[list[int]]):
         return self._document(i, result_or_error(self.reader.ids, i, self.tokenizer))
 
     def read(self, documents: Sequence[int]) -> list[list[int]]:
-        """Return ``self[i]`` of several documents, whose texts are tokenised together, on several cores."""
+        """Return ``self[i]`` of several documents, whose texts are tokenised together, on several cores.
+
+        In a loader worker one by one: the workers are the parallelism there, and the tokenizer's threads, if the process
+        that was forked has used them, are not theirs and would be waited for forever.
+        """
+        if get_worker_info() is not None:
+            return [self[i] for i in documents]
         found = self.reader.ids_of(documents, self.tokenizer)
         return [self._document(i, ids) for i, ids in zip(documents, found, strict=True)]
 

@@ -18,6 +18,7 @@ from tests.fault_tests.report import FaultReport
 from tests.integration_tests.features import GROW, SLURM, free_port
 from tests.integration_tests.run_tests import kill
 from tests.unit_tests.resuming import assert_same_checkpoint, undated
+from tests.unit_tests.test_launch import heed_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 15.0  # seconds within which a job must have ended once one of its processes has
@@ -39,6 +40,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=heed_signals,
             )
         self.processes: list[psutil.Process] = []
 

@@ -73,6 +73,12 @@ def test_the_first_cause_is_named(tmp_path: Path, failures: list[tuple[int, str 
     assert first_cause(ranks) == first
 
 
+def heed_signals() -> None:
+    """In the launched process: a test run in the background, or under nohup, has it ignore some."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(script: str, started: Path, ranks: int = 1) -> subprocess.Popen[str]:
     """A launch whose ranks have come so far as to touch ``started``."""
     process = subprocess.Popen(
@@ -82,6 +88,7 @@ def start(script: str, started: Path, ranks: int = 1) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_signals,
     )
     while not started.exists():
         assert process.poll() is None
