@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -107,8 +107,17 @@ class ChecksumWriter(FileSystemWriter):
         super().finish(metadata, [[result for result, is_record in written if not is_record]])
 
 
+def _enum_member(enum: Any, name: str) -> Any:
+    """``getattr`` for a member of the one enum in a ``.metadata``: Python 3.11.0 to 3.11.3 pickle it as that call."""
+    if enum is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it takes {name!r} of {enum!r}, which the {METADATA} of a checkpoint never does")
+    return enum[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _METADATA_CLASSES:
             return super().find_class(module, name)

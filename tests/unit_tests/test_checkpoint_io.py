@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from blockgrow_titan.checkpoint_files import CHECKSUMS, METADATA, find_damage, is_whole, read_checksums
 from blockgrow_titan.checkpoint_io import (
@@ -168,6 +169,32 @@ def test_metadata_that_names_another_class_is_refused_by_name(tmp_path: Path) ->
             loaded(folder)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+class Attribute:
+    """Pickled, it is what ``getattr`` gives, as Python 3.11.0 to 3.11.3 pickle an enum's member."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.DEFAULT_PROTOCOL])
+def test_metadata_may_take_a_member_of_its_enum_and_no_other_attribute(tmp_path: Path, protocol: int) -> None:
+    folder = tmp_path / "step-2"
+    save(folder)
+    metadata = CheckpointReader(folder).read_metadata()
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    metadata.planner_data = Attribute(_MEM_FORMAT_ENCODING, member.name)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata, protocol))
+    assert CheckpointReader(folder).read_metadata().planner_data is member
+    for owner, name in ((type(metadata), "__init__"), (_MEM_FORMAT_ENCODING, "__class__")):
+        metadata.planner_data = Attribute(owner, name)
+        (folder / METADATA).write_bytes(pickle.dumps(metadata, protocol))
+        with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+            CheckpointReader(folder).read_metadata()
 
 
 @pytest.mark.parametrize(
