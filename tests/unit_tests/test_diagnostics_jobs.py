@@ -193,7 +193,7 @@ def test_a_checkpoint_has_the_numbers_that_its_run_wrote(case: Callable[[str], C
             "diagnostics.enable is true but validation.enable false; .*set validation",
         ),
         ({"diagnostics__tokens": 0}, "diagnostics.tokens .*is 0; it must be at least 1"),
-        ({"diagnostics__tokens": -2}, r"diagnostics.tokens \(or -1 .*is -2; it must be at least 1"),
+        ({"diagnostics__tokens": -2}, r"diagnostics.tokens is -2; it must be at least 1, or -1 for twice"),
     ],
 )
 def test_configs_that_are_refused(workspace: Path, overrides: dict[str, Any], text: str) -> None:
