@@ -245,7 +245,8 @@ def test_no_checkpoint_holds_the_teacher(
         student = {name for name, _ in small_model(placement, blocks).named_parameters()}
         trained = student - {"tok_embeddings.weight"}
         states = {f"optimizer.state.{name}.{part}" for name in trained for part in ("exp_avg", "exp_avg_sq", "step")}
-        counters = {f"train_state.{name}" for name in ("step", "ntokens_seen", "active_layer_tokens")}
+        counted = ("step", "ntokens_seen", "active_layer_tokens", "skipped_in_a_row")
+        counters = {f"train_state.{name}" for name in counted}
         groups = {key for key in keys if key.startswith("optimizer.param_groups.")}
         rates = {key for key in keys if key.startswith("lr_scheduler.")}
         assert keys - groups - rates == student | states | counters
