@@ -24,9 +24,10 @@ from blockgrow_titan.checkpoint import ResumePoint, check_run_folders, find_resu
 from blockgrow_titan.checkpoint_files import stale_steps, steps_of
 from blockgrow_titan.checks import check_config, check_ranks, is_dry_run
 from blockgrow_titan.dry_run import dry_run
+from blockgrow_titan.events import METRICS_FILE, complete_events
 from blockgrow_titan.growth.manifest import read_manifest
 from blockgrow_titan.job_config import ConfigError, JobConfig
-from blockgrow_titan.metrics import METRICS_FILE, closing_table, complete_events, write_summary
+from blockgrow_titan.metrics import closing_table, write_summary
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.teacher.heartbeats import RankLost, one_line
 from blockgrow_titan.teacher.worlds import STUDENT, World, WorldLayout, assign_device, join_world, rendezvous

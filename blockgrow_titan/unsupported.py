@@ -48,9 +48,7 @@ def _check_switches(job_config: JobConfig) -> None:
         "optimizer.early_step_in_backward": job_config.optimizer.early_step_in_backward,
         "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
     }
-    for name, value in switches.items():
-        if value:
-            raise NotImplementedError(f"{name} is true, which growth does not support: set it to false")
+    _refuse_true(switches, "which growth does not support: set it to false")
     if job_config.comm.mode == "local_tensor":
         raise NotImplementedError('comm.mode is "local_tensor", which is not supported: leave COMM_MODE unset')
     replaced = {
@@ -135,10 +133,14 @@ def _check_machine(job_config: JobConfig) -> None:
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
     }
-    for name, value in only_on_accelerators.items():
-        if value:
-            raise NotImplementedError(f"{name} is true, which needs an accelerator: set it to false on a CPU")
+    _refuse_true(only_on_accelerators, "which needs an accelerator: set it to false on a CPU")
     if job_config.checkpoint.async_mode == "async_with_pinned_mem":
         raise NotImplementedError(
             'checkpoint.async_mode is "async_with_pinned_mem", which needs an accelerator: use "async" on a CPU'
         )
+
+
+def _refuse_true(switches: dict[str, bool], why: str) -> None:
+    for name, value in switches.items():
+        if value:
+            raise NotImplementedError(f"{name} is true, {why}")

@@ -21,8 +21,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from blockgrow_titan.checkpoint import find_resume_point
+from blockgrow_titan.events import METRICS_FILE
 from blockgrow_titan.growth.manifest import check_config
-from blockgrow_titan.metrics import METRICS_FILE, SUMMARY_FILE, duration
+from blockgrow_titan.metrics import SUMMARY_FILE, duration
 from tools.recipe_runs import Run
 
 RUN_FILE = "run.json"

@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.hf.checkpoint import StudentCheckpoint
-from blockgrow_titan.metrics import METRICS_FILE, plural, read_events
+from blockgrow_titan.metrics import plural
 
 CARD = """---
 library_name: transformers

@@ -14,9 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from blockgrow_titan.events import DIAGNOSTICS_FILE, METRICS_FILE
 from blockgrow_titan.growth.manifest import FILE_NAME, FORMAT, TRAJECTORY_FIELDS
 from blockgrow_titan.growth.schedule import GrowthSchedule, build_schedule
-from blockgrow_titan.metrics import DIAGNOSTICS_FILE, METRICS_FILE, SUMMARY_FILE, plural, summarize
+from blockgrow_titan.metrics import SUMMARY_FILE, plural, summarize
 
 RUN_FILE = "run.json"  # of tools/run_recipe.py
 DEPTH = 3  # folders of run folders: outputs/recipes/tiny/RUN is found from outputs

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from blockgrow_titan.checkpoint import saved_steps
-from blockgrow_titan.metrics import METRICS_FILE, SUMMARY_FILE
+from blockgrow_titan.events import METRICS_FILE
+from blockgrow_titan.metrics import SUMMARY_FILE
 from tests.unit_tests.models import read_json
 from tests.unit_tests.resuming import MEASURED, checkpoint_folder, contents, undated
 

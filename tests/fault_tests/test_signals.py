@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from blockgrow_titan.checkpoint import saved_steps
-from blockgrow_titan.metrics import METRICS_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
 from tests.fault_tests.report import FaultReport
 from tests.integration_tests.features import GROW, SLURM, free_port
 from tests.integration_tests.run_tests import kill

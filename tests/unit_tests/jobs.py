@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from blockgrow_titan.checks import check_config
-from blockgrow_titan.metrics import METRICS_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.model.init import named_parameters
 from blockgrow_titan.parse import parse_config

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from blockgrow_titan.checkpoint_files import saved_steps
-from blockgrow_titan.metrics import METRICS_FILE, SUMMARY_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
+from blockgrow_titan.metrics import SUMMARY_FILE
 from blockgrow_titan.trainer import GrowthTrainer
 from tests.unit_tests.jobs import arguments, losses, run_job, validations
 from tests.unit_tests.models import read_json

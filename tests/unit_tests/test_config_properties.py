@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from blockgrow_titan.checks import check_config
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.job_config import ConfigError
-from blockgrow_titan.metrics import METRICS_FILE, read_events
 from blockgrow_titan.model.placement import PLACEMENTS
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.ranges import RANGES

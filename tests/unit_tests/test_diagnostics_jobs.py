@@ -15,7 +15,7 @@ from blockgrow_titan.diagnostics.batch import fixed_batch
 from blockgrow_titan.diagnostics.checkpoints import diagnose
 from blockgrow_titan.diagnostics.probes import probe
 from blockgrow_titan.diagnostics.recorder import record_of
-from blockgrow_titan.metrics import DIAGNOSTICS_FILE, METRICS_FILE, read_events
+from blockgrow_titan.events import DIAGNOSTICS_FILE, METRICS_FILE, read_events
 from blockgrow_titan.parse import parse_config
 from tests.unit_tests.jobs import arguments, open_trainer, run_job, train_events, without_teacher
 from tests.unit_tests.models import small_model

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from blockgrow_titan.checkpoint import saved_steps
-from blockgrow_titan.metrics import METRICS_FILE, SUMMARY_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
+from blockgrow_titan.metrics import SUMMARY_FILE
 from blockgrow_titan.teacher.worlds import World
 from blockgrow_titan.trainer import GrowthTrainer
 from tests.unit_tests.jobs import arguments, full_parameters, losses, run_job, without_teacher

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from blockgrow_titan.documents.dealing import MICRO_BATCHING
-from blockgrow_titan.metrics import METRICS_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.model.init import named_parameters, write_full
 from tests.unit_tests.jobs import arguments, losses, run_job, train_events, without_teacher
 from tests.unit_tests.rank_pool import RankPool

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 
-from blockgrow_titan import metrics
-from blockgrow_titan.metrics import (
-    EventFile,
-    closing_table,
-    duration,
-    keep_until,
-    perplexity,
-    plural,
-    read_events,
-    summarize,
-    write_summary,
-)
+from blockgrow_titan import events
+from blockgrow_titan.events import EventFile, keep_until, read_events
+from blockgrow_titan.metrics import closing_table, duration, perplexity, plural, summarize, write_summary
 
 MANIFEST = {"phases": [{"index": 0, "last_step": 2}, {"index": 1, "last_step": 4}, {"index": 2, "last_step": 6}]}
 
@@ -70,7 +61,7 @@ def test_a_file_is_taken_up_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail_bytes: int, step: int, phase: int
 ) -> None:
     """Whatever is read of it at a time, what stays is what ``keep_until`` keeps of all of it."""
-    monkeypatch.setattr(metrics, "TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr(events, "TAIL_BYTES", tail_bytes)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in EVENTS) + '{"event": "tra')
     kept = keep_until(EVENTS, step, phase) if step else []
@@ -79,6 +70,21 @@ def test_a_file_is_taken_up_from_its_end(
     file.write({"event": "resume", "step": step})
     file.file.close()
     assert read_events(str(path)) == [*kept, {"event": "resume", "step": step}]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("rest", ["", '{"event": "check', None])
+def test_the_record_of_a_run_that_was_killed_behind_its_last_save_is_completed(
+    tmp_path: Path, rest: str | None
+) -> None:
+    """Its last checkpoint's line is absent, cut or there; in the end it is there, once."""
+    path = tmp_path / "metrics.jsonl"
+    whole = [e for e in EVENTS if e["event"] != "checkpoint"]
+    last = {"event": "checkpoint"} | {n: whole[-1][n] for n in ("step", "phase", "active_blocks", "active_layers")}
+    lines = whole if rest is not None else [*whole, last]
+    path.write_text("".join(json.dumps(event) + "\n" for event in lines) + (rest or ""))
+    events.complete_events(str(path), last["step"])
+    assert path.read_text().endswith("\n") and read_events(str(path)) == [*whole, last]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.hf.to_hf import to_hf
-from blockgrow_titan.metrics import METRICS_FILE, read_events
 from blockgrow_titan.model.args import FLAVORS
 from tests.unit_tests.jobs import arguments, run_job, train_events
 from tests.unit_tests.models import save_hf_teacher, small_args

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockgrow_titan.checkpoint_files import saved_steps, steps_of
-from blockgrow_titan.metrics import METRICS_FILE, read_events
+from blockgrow_titan.events import METRICS_FILE, read_events
 from tests.unit_tests.jobs import arguments, losses, run_job, train_events, validations
 from tests.unit_tests.rank_pool import RankPool
 from tests.unit_tests.resuming import (

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, pipeline
 
+from blockgrow_titan.events import METRICS_FILE, read_events
 from blockgrow_titan.hf.from_hf import convert
 from blockgrow_titan.hf.to_hf import Exported, to_hf
-from blockgrow_titan.metrics import METRICS_FILE, read_events
 from blockgrow_titan.teacher.layout import tensor_layout
 from tests.unit_tests.jobs import JOB_VOCAB
 from tests.unit_tests.models import read_json, small_args

@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 import blockgrow_titan.infra.device  # noqa: F401  (before torchtitan: see there)
+from blockgrow_titan.events import read_events
 from blockgrow_titan.hf.checkpoint import StudentCheckpoint
 from blockgrow_titan.hf.to_hf import qwen3_config
-from blockgrow_titan.metrics import read_events
 from blockgrow_titan.model.model import BlockStackModel
 from blockgrow_titan.model.state_dict_adapter import BlockStackStateDictAdapter
 from tools.assets.ngram_baseline import ASSETS, KneserNey, tokenize

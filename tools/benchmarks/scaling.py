@@ -22,11 +22,11 @@ from blockgrow_titan.documents.dealing import MICRO_BATCHING, MicroBatching, doc
 from blockgrow_titan.documents.jsonl import JsonlReader
 from blockgrow_titan.documents.records import ReaderConfig
 from blockgrow_titan.documents.source import DocumentSource
+from blockgrow_titan.events import EventFile
 from blockgrow_titan.growth.schedule import schedule_of
 from blockgrow_titan.infra.footprint import fake_world, student_on_meta
 from blockgrow_titan.infra.parallelize import data_parallel_dims
 from blockgrow_titan.job_config import JobConfig
-from blockgrow_titan.metrics import EventFile
 from blockgrow_titan.model.args import FLAVORS
 from blockgrow_titan.parse import parse_config
 from blockgrow_titan.planning import HARDWARE, Assumptions, busiest_documents, make_plan
