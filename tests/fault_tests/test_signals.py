@@ -106,7 +106,7 @@ def test_a_preempted_run_saves_however_long_that_takes(
     job.launcher.send_signal(signal.SIGTERM)
     status, _ = job.wait(150)
     assert status == 0, job.last_lines()
-    (step,) = saved_steps(str(job.dump / "checkpoint"))
+    step = saved_steps(str(job.dump / "checkpoint"))[-1]  # the last of a phase may be there too
     assert job.last_line == f"Saved at step {step} of 9; resume with the same command"
     for folder in ("job", "undisturbed"):
         again = start(*rare, folder=folder)

@@ -94,7 +94,7 @@ def test_a_lost_launcher_ends_the_other_node(
     gone = f"{('student', 'teacher')[lost]} rank 0 (global rank {lost}, host {socket.gethostname()})"
     # The store of the first node may be missed before its rank is.
     assert lines[-1].startswith("Failed: ")
-    assert f" lost {gone}: " in lines[-1] or (
+    assert f" lost {gone}" in lines[-1] or (  # and why: it may have told, or the connection just closed
         lost == 0 and "lost the job's store on localhost, the first node: " in lines[-1]
     )
     node = ("first", "second")[lost]
