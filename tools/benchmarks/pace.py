@@ -219,8 +219,9 @@ def paced_job(
     """Start a job as ``run_train.sh`` does; its config must import ``tools.benchmarks.paced_job``."""
     command = [sys.executable, str(ROOT / "tools/launch.py"), f"--nproc_per_node={ranks}", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint=localhost:0", "-m", "blockgrow_titan.train", "--job.config_file", str(config_file)]
-    dump = ["--job.dump_folder", str(folder / "dump")]
-    return Paced(name, folder, [*command, *dump, *arguments], {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES)
+    settings = ["--job.dump_folder", str(folder / "dump")]
+    settings += ["--comm.heartbeat_timeout_seconds", "86400"]  # a teacher that is stopped between steps is not lost
+    return Paced(name, folder, [*command, *settings, *arguments], {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES)
 
 
 def _resident(pid: int, field: str) -> int:
