@@ -276,28 +276,28 @@ def _losses_and_gradient(
     softmax at 1 and at tau, and q the teacher's at tau. It is written without the factor alpha * tau + gamma, which the
     backward applies to tensors that are smaller than this one.
 
-    With z and z_T the logits over tau and lse the log of the sum of their exponentials, KL is sum(q * (z_T - z)) + lse -
-    lse_T and E_T[-log p] is lse - sum(q * z). So each logit is exponentiated once, and every q that underflows to 0
-    meets a finite factor: no spread of finite logits gives a NaN. Both logits are used up.
+    The softmaxes are taken as logarithms, which are finite for every spread of finite logits: a q that underflows to 0
+    meets a finite factor. They are written over the logits, and little else is made, so that one row of every tensor
+    fits into a core's cache. Both logits are used up.
 
     ``logits``, ``teacher_logits``: [R, V]; ``labels``: [R, 1]; ``losses``: [3, R], in the dtype of the softmax.
     """
     dtype, tau = losses.dtype, objective.temperature
-    z = logits.to(dtype)
-    p, top, log_sum = _softmax(z)
-    losses[0] = top - z.gather(1, labels).squeeze(1) + log_sum
-    q = None
+    log_p = _log_softmax_(logits.to(dtype))
+    losses[0] = -log_p.gather(1, labels).squeeze(1)
+    log_p_tau, q = log_p, None
     if teacher_logits is not None:
-        z_t = teacher_logits.to(dtype)
+        log_q = teacher_logits.to(dtype)
         if tau != 1:
-            z, z_t = z / tau, z_t / tau
-            p_tau, top, log_sum = _softmax(z)
-            p.lerp_(p_tau, objective.kd_share)
-        q, top_t, log_sum_t = _softmax(z_t)
-        losses[1] = z_t.sub_(z).mul_(q).sum(-1) + (top - top_t) + (log_sum - log_sum_t)
-        losses[2] = (top + log_sum) - z.mul_(q).sum(-1)
+            log_p_tau, log_q = _log_softmax_(log_p / tau), log_q / tau
+        q = _log_softmax_(log_q).exp()
+        losses[1] = log_q.sub_(log_p_tau).mul_(q).sum(-1)
+        losses[2] = -torch.mul(q, log_p_tau, out=log_q).sum(-1)
     if not form_gradient:
         return
+    p = log_p.exp_()
+    if log_p_tau is not log_p:
+        p.lerp_(log_p_tau.exp_(), objective.kd_share)
     p.scatter_(1, labels, p.gather(1, labels) - objective.ce_share)
     if q is None:
         logits.copy_(p)
@@ -305,10 +305,9 @@ def _losses_and_gradient(
         torch.sub(p, q, alpha=objective.kd_share, out=logits)
 
 
-def _softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of [R, V] logits, and the two parts [R] of its normaliser: the largest logit, log sum exp(z - top)."""
-    p = torch.softmax(z, dim=-1)
-    return p, z.amax(-1), -p.amax(-1).log()  # the largest probability is 1 / sum exp(z - top)
+def _log_softmax_(z: Tensor) -> Tensor:
+    """The logarithm of the softmax of [R, V] logits, in place: a row is written once all of it has been read."""
+    return torch.log_softmax(z, dim=-1, out=z)
 
 
 def _chunk_rows(tokens: int, chunk_tokens: int) -> int:
