@@ -74,8 +74,6 @@ train_file=${TRAIN_FILE:-blockgrow_titan.train}
 setup_env "$root" run
 export OMP_NUM_THREADS RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-$OMP_NUM_THREADS} # the second: of the tokenizer
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# On CPUs, large tensors in huge pages: a few percent of a step's time (docs/performance.md).
-[ "$gpus" -gt 0 ] || export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
 # This checkout's code runs, wherever the command is given and whichever copy the environment has.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 

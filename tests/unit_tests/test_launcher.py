@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
 [ "$1" = -P ] && exit 0
 printf '%s\\n' "argv: $*" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTHONPATH=$PYTHONPATH" "LOCAL_RANK=$LOCAL_RANK" \
-    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF" "huge pages: ${THP_MEM_ALLOC_ENABLE:-unset}"
+    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF"
 exit "${STATUS:-0}"
 """
 
@@ -56,7 +56,7 @@ def test_defaults_and_overrides(run) -> None:
     lines = run(CONFIG_FILE="a.toml").stdout.splitlines()
     assert TORCHRUN.format(2, 0, "blockgrow_titan.train", "a.toml") in lines
     assert "OMP_NUM_THREADS=1" in lines and f"PYTHONPATH={ROOT}" in lines
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines and "huge pages: 1" in lines
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines
     assert lines[0].startswith(f"+ OMP_NUM_THREADS=1 python3 {ROOT}/tools/launch.py ")
     lines = run(
         "--training.steps", "1", "a b",
@@ -66,8 +66,6 @@ def test_defaults_and_overrides(run) -> None:
     assert "OMP_NUM_THREADS=2" in lines and f"PYTHONPATH={ROOT}:/x" in lines
     assert "OMP_NUM_THREADS=5" in run(CONFIG_FILE="a.toml", OMP_NUM_THREADS="5").stdout
     assert " --max_restarts=3 " in run(CONFIG_FILE="a.toml", MAX_RESTARTS="3").stdout
-    assert "huge pages: unset" in run(CONFIG_FILE="a.toml", GPUS="2").stdout
-    assert "huge pages: 0" in run(CONFIG_FILE="a.toml", THP_MEM_ALLOC_ENABLE="0").stdout
 
 
 @pytest.mark.parametrize(

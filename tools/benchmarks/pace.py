@@ -28,8 +28,6 @@ GO, STEPS, WARM = "go", "steps.jsonl", "warm"
 WARMUP_STEPS = 2
 """The first step makes the optimizer's state; the second is the first whose memory is that of all later ones."""
 POLL_SECONDS = 0.02
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""What ``run_train.sh`` sets where there is no GPU."""
 
 
 class Pace:
@@ -221,7 +219,7 @@ def paced_job(
     command += ["--rdzv_endpoint=localhost:0", "-m", "blockgrow_titan.train", "--job.config_file", str(config_file)]
     settings = ["--job.dump_folder", str(folder / "dump")]
     settings += ["--comm.heartbeat_timeout_seconds", "86400"]  # a teacher that is stopped between steps is not lost
-    return Paced(name, folder, [*command, *settings, *arguments], {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES)
+    return Paced(name, folder, [*command, *settings, *arguments], {"OMP_NUM_THREADS": str(threads)})
 
 
 def _resident(pid: int, field: str) -> int:
