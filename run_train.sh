@@ -74,6 +74,9 @@ train_file=${TRAIN_FILE:-blockgrow_titan.train}
 setup_env "$root" run
 export OMP_NUM_THREADS RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-$OMP_NUM_THREADS} # the second: of the tokenizer
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# On CPUs, glibc keeps what tensors have freed, instead of getting zeroed pages from the kernel anew at every step
+# (docs/performance.md).
+[ "$gpus" -gt 0 ] || export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:--1}
 # This checkout's code runs, wherever the command is given and whichever copy the environment has.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 

@@ -163,6 +163,7 @@ def test_figures_are_against_the_fastest_form(work: Workload) -> None:
         "mask": [9, 9, 9],
         "cap": [30],
         "longest": [10, 20, 10],
+        end_to_end.TUNED: [15, 15, 15],
         "colocated": [20, 20, 20],
         "separate": [30, 30, 30],
     }
@@ -181,6 +182,7 @@ def test_figures_are_against_the_fastest_form(work: Workload) -> None:
     assert (speed.value, speed.bar, speed.holds) == (3.0, ">= 2.2", True)  # the median of 30/10, 30/20, 30/10
     assert speed.note.startswith("separate against longest")
     assert found["A: loop, longest"].value == 10
+    assert found["A: job against the loop that keeps freed memory"].value == 2.0
     assert found["A: job against the floor"].value == 0.5
     assert (found["A: job, separate"].value, found["A: job, separate"].note[:11]) == (30, "60 by its o")
     ratio = found["A: peak of tensors, job against the loop"]

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tools.benchmarks.pace import KEEP_FREED
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # `python3 -P ...` is the question whether the environment has the package; anything else is the job.
 PYTHON = """#!/bin/sh
 [ "$1" = -P ] && exit 0
 printf '%s\\n' "argv: $*" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTHONPATH=$PYTHONPATH" "LOCAL_RANK=$LOCAL_RANK" \
-    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF"
+    "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF" "malloc: ${MALLOC_MMAP_MAX_:-unset} ${MALLOC_TRIM_THRESHOLD_:-unset}"
 exit "${STATUS:-0}"
 """
 
@@ -56,7 +58,9 @@ def test_defaults_and_overrides(run) -> None:
     lines = run(CONFIG_FILE="a.toml").stdout.splitlines()
     assert TORCHRUN.format(2, 0, "blockgrow_titan.train", "a.toml") in lines
     assert "OMP_NUM_THREADS=1" in lines and f"PYTHONPATH={ROOT}" in lines
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines
+    assert (
+        "PYTORCH_ALLOC_CONF=expandable_segments:True" in lines and f"malloc: {' '.join(KEEP_FREED.values())}" in lines
+    )
     assert lines[0].startswith(f"+ OMP_NUM_THREADS=1 python3 {ROOT}/tools/launch.py ")
     lines = run(
         "--training.steps", "1", "a b",
@@ -66,6 +70,8 @@ def test_defaults_and_overrides(run) -> None:
     assert "OMP_NUM_THREADS=2" in lines and f"PYTHONPATH={ROOT}:/x" in lines
     assert "OMP_NUM_THREADS=5" in run(CONFIG_FILE="a.toml", OMP_NUM_THREADS="5").stdout
     assert " --max_restarts=3 " in run(CONFIG_FILE="a.toml", MAX_RESTARTS="3").stdout
+    assert "malloc: unset unset" in run(CONFIG_FILE="a.toml", GPUS="2").stdout
+    assert "malloc: 65536 -1" in run(CONFIG_FILE="a.toml", MALLOC_MMAP_MAX_="65536").stdout
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@
 
 Both train the same weights on the same documents, capped at 256 tokens, with the same objective, clipping and AdamW, fp32
 on two cores; that the loss of every step is the same to 1e-4 is a condition of the measurement. The job is started by the
-launcher on a TOML config, in two layouts: colocated, one rank with two threads; separate, student and teacher of one
-thread each. The loop (``hand_loop.py``) has two threads and is written in three forms, of which the fastest counts.
+launcher on a TOML config, with the environment of ``run_train.sh``, which keeps freed memory, in two layouts: colocated,
+one rank with two threads; separate, student and teacher of one thread each. The loop (``hand_loop.py``) has two threads
+and is written in three forms, of which the fastest counts; what one of them gains from that environment is beside it.
 
 All of them stay alive and take their steps in turn (``pace.py``); a repeat is one window of steps of each, all on the
 same documents. The clock runs from a window's first step to the end of its last, with everything that a job does in
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 
 from tools.benchmarks.hand_loop import FORMS
-from tools.benchmarks.pace import WARMUP_STEPS, Paced, Window, paced_job
+from tools.benchmarks.pace import KEEP_FREED, WARMUP_STEPS, Paced, Window, paced_job
 from tools.benchmarks.rows import REPEATS, Row, at_least, at_most, median_ratio
 from tools.benchmarks.workloads import LARGE_VOCABULARY, ProductRate, Workload
 
@@ -37,6 +38,8 @@ THREADS = 2
 LAYOUTS = {"colocated": (1, THREADS, 0), "separate": (2, THREADS // 2, 1)}
 """Ranks of the job, threads of a rank, ``teacher.ranks``."""
 SAME_LOSS = 1e-4
+TUNED = "longest, freed memory kept"
+"""A second process of the loop: one of its forms, with the environment of ``run_train.sh``."""
 BARS = {"A": (2.2, 1.0), "B": (3.0, 0.5)}
 """Valid tokens per second against the loop's, at least; bytes of tensors against the loop's, at most."""
 
@@ -112,7 +115,11 @@ def start(work: Workload) -> dict[str, Paced]:
     """Start the loop and the job in both layouts; they load while the first waits for its first step."""
     config = work.config_file()
     loop = [sys.executable, "-m", "tools.benchmarks.hand_loop", str(work.folder / "workload.json")]
-    started = {"loop": Paced("the loop", work.folder / "loop", loop, {"OMP_NUM_THREADS": str(THREADS)})}
+    environment = {"OMP_NUM_THREADS": str(THREADS)}
+    started = {
+        "loop": Paced("the loop", work.folder / "loop", loop, environment),
+        TUNED: Paced("the tuned loop", work.folder / "tuned_loop", loop, environment | KEEP_FREED),
+    }
     for layout, (ranks, threads, teachers) in LAYOUTS.items():
         arguments = ["--teacher.ranks", str(teachers)]
         started[layout] = paced_job(f"the {layout} job", work.folder / layout, config, ranks, threads, arguments)
@@ -125,7 +132,7 @@ def measure(work: Workload, once: tuple[str, ...] = (), repeats: int = REPEATS) 
     Raises:
         RuntimeError: If a process fails, or a step's loss is not the loop's.
     """
-    measured = Measured({name: [] for name in (*FORMS, *LAYOUTS)})
+    measured = Measured({name: [] for name in (*FORMS, TUNED, *LAYOUTS)})
     documents = work.lengths()
     tokens = sum(documents)
     layer, head = (sum(parts) for parts in zip(*map(work.flops, documents), strict=True))
@@ -143,9 +150,10 @@ def measure(work: Workload, once: tuple[str, ...] = (), repeats: int = REPEATS) 
             measured.floor.append(tokens / product_rate.seconds(layer, head))
             for form in FORMS:
                 if form not in once or turn == 0:
-                    _advance(started["loop"], work, form, measured, losses["loop"])
+                    _advance(started["loop"], work, form, form, measured, losses["loop"])
+            _advance(started[TUNED], work, TUNED, "longest", measured, losses[TUNED])
             for layout in LAYOUTS:
-                _advance(started[layout], work, layout, measured, losses[layout])
+                _advance(started[layout], work, layout, layout, measured, losses[layout])
         measured.memory = {name: paced.memory() for name, paced in started.items()}
         for layout in LAYOUTS:  # up to here no job has ended, so none has disturbed another or got out of sight
             started[layout].advance(1)
@@ -154,8 +162,8 @@ def measure(work: Workload, once: tuple[str, ...] = (), repeats: int = REPEATS) 
     return measured
 
 
-def _advance(paced: Paced, work: Workload, name: str, measured: Measured, losses: list[float]) -> None:
-    window = paced.advance(work.batches, name)
+def _advance(paced: Paced, work: Workload, name: str, word: str, measured: Measured, losses: list[float]) -> None:
+    window = paced.advance(work.batches, word)
     measured.windows[name].append(window)
     losses += [step["loss"] for step in window.steps]
 
@@ -187,6 +195,9 @@ def rows(work: Workload, measured: Measured) -> Iterator[Row]:
         windows = len(measured.windows[name])
         note = text if windows > 1 else f"{text}; one window only"
         yield Row(SUBJECT, f"{work.name}: loop, {name}", measured.rate(name), "valid tok/s", note=note)
+    yield Row(SUBJECT, f"{work.name}: loop, {TUNED}", measured.rate(TUNED), "valid tok/s")
+    tuned = median_ratio(measured.rates(layout), measured.rates(TUNED))
+    yield Row(SUBJECT, f"{work.name}: job against the loop that keeps freed memory", tuned, "x")
     floor = statistics.median(measured.floor)
     yield Row(
         SUBJECT,

@@ -28,6 +28,8 @@ GO, STEPS, WARM = "go", "steps.jsonl", "warm"
 WARMUP_STEPS = 2
 """The first step makes the optimizer's state; the second is the first whose memory is that of all later ones."""
 POLL_SECONDS = 0.02
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+"""What ``run_train.sh`` sets where there is no GPU."""
 
 
 class Pace:
@@ -219,7 +221,7 @@ def paced_job(
     command += ["--rdzv_endpoint=localhost:0", "-m", "blockgrow_titan.train", "--job.config_file", str(config_file)]
     settings = ["--job.dump_folder", str(folder / "dump")]
     settings += ["--comm.heartbeat_timeout_seconds", "86400"]  # a teacher that is stopped between steps is not lost
-    return Paced(name, folder, [*command, *settings, *arguments], {"OMP_NUM_THREADS": str(threads)})
+    return Paced(name, folder, [*command, *settings, *arguments], {"OMP_NUM_THREADS": str(threads)} | KEEP_FREED)
 
 
 def _resident(pid: int, field: str) -> int:
