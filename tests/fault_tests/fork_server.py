@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tools.benchmarks.pace import KEEP_FREED
+
 ROOT = Path(__file__).absolute().parents[2]
 PRELOADED = (
     "tests.unit_tests.jobs",
@@ -62,7 +64,9 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            env=os.environ
+            | KEEP_FREED  # read when a process starts: what is forked from it has the server's
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         )
         theirs.close()
         self._ranks: dict[int, ForkedRank] = {}
