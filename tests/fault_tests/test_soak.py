@@ -11,8 +11,8 @@ from tests.fault_tests.harness import FaultBench, Layout
 from tests.fault_tests.report import FaultReport
 
 # The first phase and the last are long, so that each shows a slope at equal depth; the nine between grow quickly.
-PHASE_STEPS = [3000, *[50] * 9, 1550]
-WARM_UP = {0: 500, 10: 800}  # steps of a phase that are left out: memory settles only after some 30 asynchronous saves
+PHASE_STEPS = [3500, *[50] * 9, 1050]
+WARM_UP = {0: 500, 10: 600}  # steps of a phase that are left out: memory settles only after some 25 asynchronous saves
 EVERY, HASH_EVERY = 25, 250
 JOB = Layout(
     2,
