@@ -30,7 +30,7 @@ JOB = Layout(
     },
 )
 SECONDS = 1500.0
-MEMORY_MIB = {0: 2.0, 10: 10.0}  # in 1,000 steps, by phase
+MEMORY_MIB = {0: 2.0, 10: 15.0}  # in 1,000 steps, by phase
 SPARE = 2  # handles and threads of a save that is under way
 
 
