@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import (
     DATALOADER,
     LR_SCHEDULER,
@@ -172,6 +173,7 @@ class GrowthCheckpointManager(CheckpointManager):
         keep_boundary_checkpoints: bool = True,
         **kwargs: Any,
     ) -> None:
+        self.saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")  # starts its thread when it is needed
         super().__init__(dataloader=None, **kwargs)
         del self.states[DATALOADER]
         self.boundaries = {phase.last_step for phase in schedule.phases}
@@ -252,10 +254,18 @@ class GrowthCheckpointManager(CheckpointManager):
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        kwargs: dict[str, Any] = {}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            kwargs = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
-        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **kwargs)
+            return dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        # As dcp.async_save, which makes a thread for each save: glibc gives each the next of its 8 arenas a core, and what
+        # a save has freed would stay in every one of them.
+        state = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+        return self.saver.submit(dcp.save, writer.stage(state), storage_writer=writer, process_group=self.pg)
 
     def _async_wait(self) -> None:
         """Wait for the asynchronous save in flight. Raises ``CheckpointError`` if it has failed."""
@@ -350,6 +360,11 @@ class GrowthCheckpointManager(CheckpointManager):
                 f"{checkpoint_id} does not fit the model of this phase: it {' and '.join(problems)}. Set "
                 "growth.active_blocks and block_stack as they were when it was written"
             )
+
+    def close(self) -> None:
+        """End this manager's threads. Safe to call again."""
+        super().close()
+        self.saver.shutdown(wait=False)
 
     def wait_for_saves(self) -> None:
         """Block until no save reads the model any more, and the last one is on disk.

@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,36 @@ def test_saves_that_are_asked_for(workspace: Path, rank_pool: RankPool, tmp_path
         "files": sorted(files),
     }
     assert steps_of(str(tmp_path / "checkpoint")) == {2: True, 3: True, 6: True}
+
+
+def threads_of_saves(rank: int, world_size: int, store: dist.Store, args: list[str]) -> list[list[str]]:
+    """A pool function: the thread of each of a checkpointer's saves, and the threads that saved and are left."""
+    original, names = ChecksumWriter.write_data, []
+
+    def write_data(self: ChecksumWriter, plan: Any, planner: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return original(self, plan, planner)
+
+    ChecksumWriter.write_data = write_data  # type: ignore[method-assign]
+    try:
+        checkpointer = open_trainer(rank, world_size, store, args).checkpointer
+        for step in (1, 2, 3, 4):
+            checkpointer.save(step, force=True)
+        checkpointer.wait_for_saves()
+        checkpointer.close()
+        checkpointer.close()
+    finally:
+        ChecksumWriter.write_data = original  # type: ignore[method-assign]
+    checkpointer.saver.shutdown(wait=True)
+    return [names, [thread.name for thread in threading.enumerate() if thread.name in names]]
+
+
+def test_all_asynchronous_saves_have_one_thread(workspace: Path, rank_pool: RankPool, tmp_path: Path) -> None:
+    """In a new thread each, what they have freed would be kept once for each: memory that grows with the saves."""
+    overrides = without_teacher(validation__enable=False, checkpoint__async_mode="async")
+    ((names, left),) = rank_pool.run(threads_of_saves, 1, args=arguments(workspace, tmp_path, **overrides))
+    assert names == ["save_0"] * 4 and left == []
+    assert steps_of(str(tmp_path / "checkpoint")) == {1: True, 2: True, 3: True, 4: True}
 
 
 def test_a_last_step_in_hugging_face_format(workspace: Path, rank_pool: RankPool, tmp_path: Path) -> None:
