@@ -12,11 +12,12 @@ Usage: ./run_tests.sh [--lint] [--unit] [--integration] [--faults]
 
 Runs the named stages, by default the first three: lint (ruff check, ruff format, mypy), unit (pytest tests/unit_tests),
 integration (tests/integration_tests, launches of run_train.sh), and faults (tests/fault_tests: ranks killed at chosen and
-at random points, signals, two nodes, a long run, determinism; then more random configs and damaged files than the unit
-tests try; up to half an hour). BLOCKGROW_FAULT_REPORT=NAME has it write what was tried and what was lost to NAME.md and
-NAME.json. A failing stage does not stop the later ones. The last line counts the tests; the exit status is 0 if every
-stage passed. The first use makes .venv beside this script, unless the active environment has blockgrow_titan and the test
-tools; BLOCKGROW_USE_VENV=1 uses .venv in any case.
+at random points, signals, two nodes, determinism, two tests at a time; then a long run; then more random configs and damaged
+files than the unit tests try; up to half an hour). BLOCKGROW_FAULT_REPORT=NAME has it write what was tried and what was
+lost to NAME.md and NAME.json, and what the long run used to NAME-long-run.md and .json. A failing stage does not stop the
+later ones. The last line counts the tests; the exit status is 0 if every stage passed. The first use makes .venv beside
+this script, unless the active environment has blockgrow_titan and the test tools; BLOCKGROW_USE_VENV=1 uses .venv in any
+case.
 
 One unit test:         python -m pytest tests/unit_tests/FILE.py -k NAME
 One integration test:  python -m tests.integration_tests.run_tests --test_name NAME
@@ -62,7 +63,11 @@ for name in $stages; do
             stage "$PYTHON" -m tests.integration_tests.run_tests --junitxml "$reports/integration.xml"
             ;;
         faults)
-            stage "$PYTHON" -m pytest tests/fault_tests "--junitxml=$reports/faults.xml"
+            # The long run alone, since it shows the time of its steps. Each file in one process, which makes what it shares.
+            stage "$PYTHON" -m pytest tests/fault_tests --ignore=tests/fault_tests/test_soak.py -n 2 --dist=loadfile \
+                "--junitxml=$reports/faults.xml"
+            stage env "BLOCKGROW_FAULT_REPORT=${BLOCKGROW_FAULT_REPORT:+$BLOCKGROW_FAULT_REPORT-long-run}" \
+                "$PYTHON" -m pytest tests/fault_tests/test_soak.py "--junitxml=$reports/long_run.xml"
             stage env BLOCKGROW_EXAMPLES=60 "$PYTHON" -m pytest tests/unit_tests/test_config_properties.py \
                 tests/unit_tests/test_fuzz_readers.py tests/unit_tests/test_fuzz_messages.py "--junitxml=$reports/fuzz.xml"
             ;;
@@ -79,7 +84,7 @@ import xml.etree.ElementTree as ET
 
 count = {"passed": 0, "failed": 0, "skipped": 0}
 stages = set(sys.argv[2].split())
-for stage in sorted(stages - {"lint"} | ({"fuzz"} if "faults" in stages else set())):
+for stage in sorted(stages - {"lint"} | ({"long_run", "fuzz"} if "faults" in stages else set())):
     report = pathlib.Path(sys.argv[1]) / f"{stage}.xml"
     if not report.is_file():
         count["failed"] += 1

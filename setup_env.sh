@@ -115,7 +115,7 @@ setup_env() {
     local venv=$root/.venv
     local stamp=$venv/blockgrow_titan.stamp checksum
     local needed=(blockgrow_titan torchtitan torch)
-    if [ "$kind" = test ]; then needed+=(pytest ruff mypy scipy hypothesis); fi
+    if [ "$kind" = test ]; then needed+=(pytest pytest-xdist ruff mypy scipy hypothesis); fi
 
     export PYTHON=python3
     if [ -z "${BLOCKGROW_USE_VENV:-}" ] && has_packages python3 "${needed[@]}"; then return; fi

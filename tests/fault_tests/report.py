@@ -44,6 +44,12 @@ class FaultReport:
         """A line of a table of the given name; its columns are those of its first line."""
         self.tables.setdefault(table, []).append(cells)
 
+    def extend(self, other: "FaultReport") -> None:
+        """Add the rows of another report."""
+        self.faults += other.faults
+        for name, rows in other.tables.items():
+            self.tables.setdefault(name, []).extend(rows)
+
     def summary(self) -> list[dict[str, Any]]:
         """One row for each fault: how many times it was tried, in how many jobs, what was lost, and the slowest end."""
         rows = []

@@ -104,13 +104,13 @@ def test_a_preempted_run_saves_however_long_that_takes(
     job = start(*rare, TRAIN_FILE="tests.fault_tests.slow_save", SLOW_SAVE_SECONDS="40")
     job.wait_for_step(1)
     job.launcher.send_signal(signal.SIGTERM)
+    undisturbed = start(*rare, folder="undisturbed")
     status, _ = job.wait(150)
     assert status == 0, job.last_lines()
     step = saved_steps(str(job.dump / "checkpoint"))[-1]  # the last of a phase may be there too
     assert job.last_line == f"Saved at step {step} of 9; resume with the same command"
-    for folder in ("job", "undisturbed"):
-        again = start(*rare, folder=folder)
-        assert again.wait(150)[0] == 0, again.last_lines()
+    for job in (undisturbed, start(*rare)):
+        assert job.wait(150)[0] == 0, job.last_lines()
     ours, theirs = (
         [e for e in undated(read_events(str(tmp_path / folder / "dump" / METRICS_FILE))) if e["event"] != "checkpoint"]
         for folder in ("job", "undisturbed")

@@ -105,8 +105,11 @@ def test_the_report_has_a_row_for_each_fault() -> None:
     report = FaultReport()
     report.fault("SIGKILL in a step", where="one", seconds=0.5)
     report.fault("SIGKILL in a step", where="two", seconds=1.5)
-    report.fault("disk full", where="one", lost=["a line"])
     report.line("Threads", start=3, end=3)
+    of_another_test = FaultReport()
+    of_another_test.fault("disk full", where="one", lost=["a line"])
+    of_another_test.line("Threads", start=4, end=5)
+    report.extend(of_another_test)
     assert report.markdown().splitlines() == [
         "### Faults",
         "",
@@ -120,4 +123,5 @@ def test_the_report_has_a_row_for_each_fault() -> None:
         "| start | end |",
         "|---|---|",
         "| 3 | 3 |",
+        "| 4 | 5 |",
     ]
