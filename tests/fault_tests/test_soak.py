@@ -30,7 +30,7 @@ JOB = Layout(
     },
 )
 SECONDS = 1500.0
-MEMORY_MIB = 3.0  # in 1,000 steps
+MEMORY_MIB = {0: 2.0, 10: 6.0}  # in 1,000 steps, by phase; half a MiB at once in the last 300 steps shows as 2
 SPARE = 2  # handles and threads of a save that is under way
 
 
@@ -101,6 +101,6 @@ def check_flat(name: str, lines: Sequence[dict[str, Any]], fault_report: FaultRe
         threads=" and ".join(f"{middle(end, 'threads'):.0f}" for end in ends),
     )
     for phase, value in slopes.items():
-        assert value < MEMORY_MIB, f"{name}: memory grows by {value:.1f} MiB in 1,000 steps of phase {phase}"
+        assert value < MEMORY_MIB[phase], f"{name}: memory grows by {value:.1f} MiB in 1,000 steps of phase {phase}"
     for what in ("handles", "threads"):
         assert middle(ends[1], what) <= middle(ends[0], what) + SPARE, f"{name}: {what} grow"
