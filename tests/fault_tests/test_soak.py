@@ -11,7 +11,7 @@ from tests.fault_tests.harness import FaultBench, Layout
 from tests.fault_tests.report import FaultReport
 
 # The first phase and the last are long, so that each shows a slope at equal depth; the nine between grow quickly.
-PHASE_STEPS = [3950, *[50] * 9, 600]
+PHASE_STEPS = [3650, *[50] * 9, 900]
 WARM_UP = {0: 500, 10: 300}  # steps of a phase that are left out, until its first saves have what memory they need
 EVERY, HASH_EVERY = 25, 250
 JOB = Layout(
@@ -30,7 +30,7 @@ JOB = Layout(
     },
 )
 SECONDS = 1500.0
-MEMORY_MIB = {0: 2.0, 10: 6.0}  # in 1,000 steps, by phase; half a MiB at once in the last 300 steps shows as 2
+MEMORY_MIB = {0: 2.0, 10: 10.0}  # in 1,000 steps, by phase; the last has 600, in which 2 MiB at once show as up to 5
 SPARE = 2  # handles and threads of a save that is under way
 
 
