@@ -13,7 +13,7 @@ Usage: ./run_tests.sh [--lint] [--unit] [--integration] [--faults]
 Runs the named stages, by default the first three: lint (ruff check, ruff format, mypy), unit (pytest tests/unit_tests),
 integration (tests/integration_tests, launches of run_train.sh), and faults (tests/fault_tests: ranks killed at chosen and
 at random points, signals, two nodes, determinism, two tests at a time; then a long run; then more random configs and damaged
-files than the unit tests try; up to half an hour). BLOCKGROW_FAULT_REPORT=NAME has it write what was tried and what was
+files than the unit tests try; about 20 minutes). BLOCKGROW_FAULT_REPORT=NAME has it write what was tried and what was
 lost to NAME.md and NAME.json, and what the long run used to NAME-long-run.md and .json. A failing stage does not stop the
 later ones. The last line counts the tests; the exit status is 0 if every stage passed. The first use makes .venv beside
 this script, unless the active environment has blockgrow_titan and the test tools; BLOCKGROW_USE_VENV=1 uses .venv in any
