@@ -262,8 +262,8 @@ class GrowthCheckpointManager(CheckpointManager):
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 async_stager=self.stager,
             )
-        # As dcp.async_save, which makes a thread for each save: glibc gives each the next of its 8 arenas a core, and what
-        # a save has freed would stay in every one of them.
+        # As dcp.async_save, which makes a thread for each save: glibc deals its arenas, 8 a core, to such threads in turn,
+        # and what a save has freed would stay in every one of them.
         state = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
         return self.saver.submit(dcp.save, writer.stage(state), storage_writer=writer, process_group=self.pg)
 

@@ -217,12 +217,12 @@ def test_saves_that_are_asked_for(workspace: Path, rank_pool: RankPool, tmp_path
     assert steps_of(str(tmp_path / "checkpoint")) == {2: True, 3: True, 6: True}
 
 
-def threads_of_saves(rank: int, world_size: int, store: dist.Store, args: list[str]) -> list[list[str]]:
-    """A pool function: the thread of each of a checkpointer's saves, and the threads that saved and are left."""
-    original, names = ChecksumWriter.write_data, []
+def threads_of_saves(rank: int, world_size: int, store: dist.Store, args: list[str]) -> dict[str, Any]:
+    """A pool function: in which threads a checkpointer saves, and which of them are left once it is closed."""
+    original, threads = ChecksumWriter.write_data, []
 
     def write_data(self: ChecksumWriter, plan: Any, planner: Any) -> Any:
-        names.append(threading.current_thread().name)
+        threads.append(threading.current_thread())
         return original(self, plan, planner)
 
     ChecksumWriter.write_data = write_data  # type: ignore[method-assign]
@@ -231,19 +231,25 @@ def threads_of_saves(rank: int, world_size: int, store: dist.Store, args: list[s
         for step in (1, 2, 3, 4):
             checkpointer.save(step, force=True)
         checkpointer.wait_for_saves()
-        checkpointer.close()
-        checkpointer.close()
     finally:
         ChecksumWriter.write_data = original  # type: ignore[method-assign]
-    checkpointer.saver.shutdown(wait=True)
-    return [names, [thread.name for thread in threading.enumerate() if thread.name in names]]
+    for _ in range(2):
+        checkpointer.close()
+    for thread in threads:
+        thread.join(timeout=10)
+    return {
+        "saves": len(threads),
+        "threads": len(set(threads)),  # not by their names or numbers, which are given again
+        "in the main thread": threading.main_thread() in threads,
+        "left": sum(thread.is_alive() for thread in set(threads)),
+    }
 
 
 def test_all_asynchronous_saves_have_one_thread(workspace: Path, rank_pool: RankPool, tmp_path: Path) -> None:
     """In a new thread each, what they have freed would be kept once for each: memory that grows with the saves."""
     overrides = without_teacher(validation__enable=False, checkpoint__async_mode="async")
-    ((names, left),) = rank_pool.run(threads_of_saves, 1, args=arguments(workspace, tmp_path, **overrides))
-    assert names == ["save_0"] * 4 and left == []
+    (answers,) = rank_pool.run(threads_of_saves, 1, args=arguments(workspace, tmp_path, **overrides))
+    assert answers == {"saves": 4, "threads": 1, "in the main thread": False, "left": 0}
     assert steps_of(str(tmp_path / "checkpoint")) == {1: True, 2: True, 3: True, 4: True}
 
 
